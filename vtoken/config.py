@@ -1,0 +1,122 @@
+"""Every option of vtoken: defined once, validated once, documented once."""
+
+import difflib
+import math
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+REQUEST_PREFIX = "vtoken."
+
+
+def _number(value: Any) -> Any:
+    """Accept an int or a float as it is; pydantic would also take "512", True or 512.0."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError("must be a number: a count of tokens such as 512, or a share of the prompt such as 0.25")
+    if isinstance(value, float) and not (math.isfinite(value) and 0.0 < value <= 1.0):
+        raise ValueError("must, as a share of the prompt, lie in (0, 1]; for a count of tokens give an integer")
+    if isinstance(value, int) and value < 1:
+        raise ValueError("must be at least 1 token; to keep everything, run without vtoken")
+    return value
+
+
+Budget = Annotated[int | float, BeforeValidator(_number)]
+
+
+class _Options(BaseModel):
+    """A frozen pydantic model whose refusals are one sentence that names setting, value and remedy."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    def __init__(self, **options: Any) -> None:
+        try:
+            super().__init__(**options)
+        except ValidationError as error:
+            raise ValueError(_sentence(error, type(self))) from None
+
+
+def _sentence(error: ValidationError, model: type[BaseModel]) -> str:
+    detail = error.errors()[0]
+    name = str(detail["loc"][0]) if detail["loc"] else ""
+    message = detail["msg"].removeprefix("Value error, ")
+    if detail["type"] == "extra_forbidden":
+        close = difflib.get_close_matches(name, model.model_fields, n=1)
+        known = ", ".join(sorted(model.model_fields))
+        hint = f"did you mean '{close[0]}'?" if close else f"the options are {known}."
+        return f"vtoken: unknown option '{name}'; {hint}"
+    if not name:
+        return f"vtoken: {message}."
+    return f"vtoken: option '{name}' = {detail['input']!r} is refused: {message[0].lower()}{message[1:]}."
+
+
+class VTokenConfig(_Options):
+    """Settings of the plugin, as given in vLLM's ``additional_config={"vtoken": {...}}``.
+
+    Raises:
+        ValueError: one sentence naming the option, its value and the remedy.
+    """
+
+    policy: str = Field("streaming_llm", description="Which tokens a request may forget.")
+    budget: Budget = Field(
+        0.25,
+        description="Most tokens that one forward attends for a request once eviction has begun: a count of "
+        "tokens, or a share of the original prompt (rounded up, never below sinks + recent + interval).",
+    )
+    sinks: int = Field(4, ge=0, description="Leading tokens that are never evicted.")
+    recent: int = Field(32, ge=0, description="Newest tokens that are never evicted.")
+    interval: int = Field(
+        1, ge=1, description="Evict whenever the length after the prompt reaches a multiple of this many tokens."
+    )
+    reclaim: Literal["fill"] = Field(
+        "fill", description="How holes become free blocks: 'fill' keeps every request dense."
+    )
+    prefill_evict: Literal["end"] = Field("end", description="When the prompt is reduced: 'end', once it is whole.")
+    record_trace: bool = Field(False, description="Keep each request's forwards and victims, for replay in tests.")
+
+    allow_unverified: bool = Field(
+        False, description="Also run where vtoken's tests have not been yet: on a GPU."
+    )
+
+    @property
+    def protected(self) -> int:
+        """Tokens that no eviction may take, plus the room that one interval needs."""
+        return self.sinks + self.recent + self.interval
+
+    @model_validator(mode="after")
+    def _budget_holds_the_protected_tokens(self) -> "VTokenConfig":
+        if isinstance(self.budget, int):
+            check_budget_floor(self.budget, self)
+        return self
+
+
+class RequestOptions(_Options):
+    """What one request may set for itself, from ``SamplingParams.extra_args`` with keys ``vtoken.<option>``."""
+
+    budget: Budget | None = None
+
+    @classmethod
+    def from_extra_args(cls, extra_args: Mapping[str, Any] | None, config: VTokenConfig) -> "RequestOptions":
+        """Pick the ``vtoken.`` keys and check them against the engine's settings.
+
+        Raises:
+            ValueError: one sentence naming the option, its value and the remedy.
+        """
+        options = {
+            key.removeprefix(REQUEST_PREFIX): value
+            for key, value in (extra_args or {}).items()
+            if key.startswith(REQUEST_PREFIX)
+        }
+        request = cls(**options)
+        if isinstance(request.budget, int):
+            check_budget_floor(request.budget, config)
+        return request
+
+
+def check_budget_floor(budget: int, config: VTokenConfig) -> None:
+    """Refuse a budget that the protected tokens exceed."""
+    if budget < config.protected:
+        raise ValueError(
+            f"option 'budget' = {budget} is below sinks + recent + interval = {config.sinks} + {config.recent} + "
+            f"{config.interval} = {config.protected}, raise the budget or protect fewer tokens"
+        )

@@ -1,0 +1,50 @@
+"""How many tokens a request keeps, and when the surplus goes. Which tokens is the policy's business."""
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vtoken.config import RequestOptions, VTokenConfig
+from vtoken.core.ragged import Ints
+
+
+def resolve_budget(config: VTokenConfig, options: RequestOptions, num_prompt_tokens: int) -> int:
+    """The request's budget in tokens, fixed at its first admission.
+
+    A share is taken of the original prompt and rounded up; it is never below what must be protected anyway.
+    """
+    budget = config.budget if options.budget is None else options.budget
+    if isinstance(budget, int):
+        return budget
+    # A product such as 0.1 * 30 may end up a rounding error above the integer that was meant.
+    return max(math.ceil(round(budget * num_prompt_tokens, 9)), config.protected)
+
+
+def eviction_counts(
+    length: Ints,
+    logical_length: Ints,
+    prompt_length: Ints,
+    budget: Ints,
+    ends_prefill: NDArray[np.bool_],
+    decodes: NDArray[np.bool_],
+    interval: int,
+) -> Ints:
+    """Tokens that each request must forget after this forward, shape [R].
+
+    A request is looked at when its prefill ends and whenever it has then produced a multiple of ``interval``
+    tokens; it is reduced to ``budget - interval``, so that the next ``interval`` forwards attend at most
+    ``budget`` tokens. A context that cannot outgrow the budget before the next look is left alone.
+
+    Args:
+        length: tokens in the cache after this forward.
+        logical_length: tokens of the sequence after this forward, evicted ones included.
+        prompt_length: tokens of the original prompt.
+        budget: tokens; 0 for a request that is never reduced.
+        ends_prefill: this forward holds the last chunk of the prefill.
+        decodes: this forward is a decode step.
+        interval: tokens between two looks.
+    """
+    due = ends_prefill | (decodes & ((logical_length - prompt_length) % interval == 0))
+    surplus = length - (budget - interval)
+    return np.where(due & (budget > 0) & (surplus > 0), surplus, 0)

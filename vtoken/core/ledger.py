@@ -1,0 +1,151 @@
+"""What the scheduler knows of each request: how many tokens and blocks, never which.
+
+The budget fixes how many tokens die, and `fill` always keeps a request's first blocks, so the length and the
+blocks after a step are known when the step is scheduled. No report from the worker is needed to free a block.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vtoken.core.budget import eviction_counts
+from vtoken.core.ragged import Ints
+
+_COLUMNS = ("length", "forgotten", "blocks", "epoch", "prefilling", "budget", "prompt_length", "peak_blocks")
+
+
+@dataclass(frozen=True)
+class StepCounts:
+    """One step, per scheduled request, shape [R] each.
+
+    ``length`` and ``epoch`` are those before the forward, ``num_blocks`` the blocks at the forward; ``evict``
+    tokens die after it, ``keep_blocks`` blocks stay, and the forward after that computes ``next_tokens`` tokens
+    that may recycle holes.
+    """
+
+    new_tokens: Ints
+    length: Ints
+    epoch: Ints
+    num_blocks: Ints
+    evict: Ints
+    keep_blocks: Ints
+    next_tokens: Ints
+
+
+class LengthLedger:
+    """(tokens, blocks, epoch) per request, with the limits that were fixed at its first admission.
+
+    Args:
+        block_size: slots per block.
+        interval: tokens between two looks at a request, see ``budget.eviction_counts``.
+    """
+
+    def __init__(self, block_size: int, interval: int, requests: int = 64) -> None:
+        self.block_size = block_size
+        self.interval = interval
+        self.length = np.zeros(requests, dtype=np.int64)
+        self.forgotten = np.zeros(requests, dtype=np.int64)
+        self.prefilling = np.zeros(requests, dtype=np.bool_)
+        self.blocks = np.zeros(requests, dtype=np.int64)
+        self.epoch = np.zeros(requests, dtype=np.int64)
+        self.budget = np.zeros(requests, dtype=np.int64)
+        self.prompt_length = np.zeros(requests, dtype=np.int64)
+        self.peak_blocks = np.zeros(requests, dtype=np.int64)
+        self._row_of: dict[str, int] = {}
+        self._free_rows = list(range(requests - 1, -1, -1))
+
+    def __contains__(self, req_id: str) -> bool:
+        return req_id in self._row_of
+
+    def open(self, req_id: str, prompt_length: int, budget: int, final_length: int) -> None:
+        """Register a request with its limits, in tokens; ``budget`` 0 means that it is never reduced.
+
+        A request whose ``final_length`` (prompt and all outputs) is within the budget is treated as such.
+        """
+        if req_id in self._row_of:
+            raise ValueError(f"request {req_id} is already known")
+        if not self._free_rows:
+            self._grow()
+        row = self._row_of[req_id] = self._free_rows.pop()
+        self.budget[row] = budget if 0 < budget < final_length else 0
+        self.prompt_length[row] = prompt_length
+        self.reset(req_id)
+
+    def reset(self, req_id: str) -> None:
+        """The request lost its cache (preemption) and keeps its limits."""
+        row = self._row_of[req_id]
+        self.length[row] = self.forgotten[row] = self.blocks[row] = self.epoch[row] = self.peak_blocks[row] = 0
+        self.prefilling[row] = True
+
+    def close(self, req_id: str) -> None:
+        """Forget a request; unknown ids are ignored, since a request may end before it is admitted."""
+        if req_id in self._row_of:
+            self.reset(req_id)
+            self._free_rows.append(self._row_of.pop(req_id))
+
+    def live_tokens(self) -> int:
+        """Tokens with a slot, over all requests; finished and waiting ones have none."""
+        return int(self.length.sum())
+
+    def physical_length(self, req_id: str, logical_length: int) -> int:
+        """How many of the request's first ``logical_length`` tokens have, or will need, a slot."""
+        return logical_length - int(self.forgotten[self._row_of[req_id]])
+
+    def hold_blocks(self, req_id: str, blocks: int) -> None:
+        """The request now holds this many blocks."""
+        self.blocks[self._row_of[req_id]] = blocks
+
+    def expect_prefill(self, req_id: str, tokens: int) -> None:
+        """The request is about to compute a prefill of this many tokens before it can be reduced."""
+        row = self._row_of[req_id]
+        self.peak_blocks[row] = self._blocks_for(np.maximum(tokens, self.budget[row])) if self.budget[row] else 0
+
+    def committed_growth(self) -> int:
+        """Blocks that admitted requests with a budget will still take before they are full-grown.
+
+        A request without an effective budget is not counted: vLLM admits it on its own terms.
+        """
+        return int(np.where(self.blocks > 0, np.maximum(self.peak_blocks - self.blocks, 0), 0).sum())
+
+    def schedule(
+        self, req_ids: list[str], new_tokens: Ints, logical_length: Ints, complete: NDArray[np.bool_]
+    ) -> StepCounts:
+        """Advance every scheduled request past this step; shapes [R].
+
+        Args:
+            new_tokens: tokens that the step computes.
+            logical_length: tokens of the sequence after the step, evicted ones included.
+            complete: after the step no known token of the request is left to compute, so that the next step
+                decodes.
+        """
+        rows = np.array([self._row_of[req_id] for req_id in req_ids], dtype=np.int64)
+        length, epoch = self.length[rows], self.epoch[rows]
+        attended = length + new_tokens
+        num_blocks = self._blocks_for(attended)
+        ends_prefill, decodes = complete & self.prefilling[rows], ~self.prefilling[rows]
+        evict = eviction_counts(
+            attended, logical_length, self.prompt_length[rows], self.budget[rows], ends_prefill, decodes, self.interval
+        )
+        reduced = evict > 0
+        # The next forward decodes one token: its slot is kept, so that steady decoding allocates nothing.
+        next_tokens = reduced.astype(np.int64)
+        keep_blocks = np.where(reduced, self._blocks_for(attended - evict + next_tokens), num_blocks)
+        self.length[rows] = attended - evict
+        self.forgotten[rows] += evict
+        self.epoch[rows] = epoch + reduced
+        self.blocks[rows] = keep_blocks
+        self.prefilling[rows] &= ~complete
+        grown = self.budget[rows] > 0
+        self.peak_blocks[rows[ends_prefill & grown]] = self._blocks_for(self.budget[rows[ends_prefill & grown]])
+        return StepCounts(new_tokens, length, epoch, num_blocks, evict, keep_blocks, next_tokens)
+
+    def _blocks_for(self, tokens: Ints) -> Ints:
+        return -(-tokens // self.block_size)
+
+    def _grow(self) -> None:
+        old = len(self.length)
+        for name in _COLUMNS:
+            array = getattr(self, name)
+            setattr(self, name, np.concatenate([array, np.zeros_like(array)]))
+        self._free_rows.extend(range(2 * old - 1, old - 1, -1))

@@ -1,0 +1,261 @@
+"""The map from logical tokens to physical slots: one row per request, kept on the CPU, O(length) per request.
+
+Two arrays are each other's inverse. ``physical_of[row, t]`` is where logical token t lies in its request's own
+sequence of slots, counted along its block table (-1: dead), and ``logical_at[row, p]`` is the token that lies
+there (-1: hole or unused). A physical position p belongs to block ``blocks[row, p // S]`` at offset ``p % S``, so
+
+    slot(t) = blocks[row, p // S] * S + p % S        with p = physical_of[row, t]
+
+Evicting writes metadata only; no K/V moves. The paper's three mutators (arXiv 2608.13263, section on the token
+table) are ``evict_tokens``, ``sync_new_tokens`` and ``apply_moves``; beside them only ``release_blocks`` and
+``drop_request`` change the table. All of them work on a batch of rows at once, without a loop over tokens.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vtoken.core.ragged import Ints, ranges
+
+HOLE = -1
+DEAD = -1
+
+
+@dataclass(frozen=True)
+class Moves:
+    """Live tokens that change their slot within their own request, one entry per token, as flat arrays."""
+
+    rows: Ints
+    sources: Ints
+    destinations: Ints
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+class TokenTable:
+    """Logical token -> slot for every request of one worker.
+
+    Args:
+        block_size: slots per block, S.
+        requests, tokens: initial capacity; both grow by doubling.
+    """
+
+    def __init__(self, block_size: int, requests: int = 16, tokens: int = 1024) -> None:
+        self.block_size = block_size
+        width = -(-tokens // block_size) * block_size
+        self.physical_of = np.full((requests, width), DEAD, dtype=np.int32)
+        self.logical_at = np.full((requests, width), HOLE, dtype=np.int32)
+        self.blocks = np.zeros((requests, width // block_size), dtype=np.int32)
+        self.live_in_block = np.zeros((requests, width // block_size), dtype=np.int32)
+        self.length = np.zeros(requests, dtype=np.int64)
+        self.num_live = np.zeros(requests, dtype=np.int64)
+        self.num_blocks = np.zeros(requests, dtype=np.int64)
+        self.epoch = np.zeros(requests, dtype=np.int64)
+        self._row_of: dict[str, int] = {}
+        self._free_rows = list(range(requests - 1, -1, -1))
+
+    # -- looking things up ------------------------------------------------------------------------------------
+
+    def __contains__(self, req_id: str) -> bool:
+        return req_id in self._row_of
+
+    @property
+    def req_ids(self) -> Iterable[str]:
+        return self._row_of.keys()
+
+    def rows(self, req_ids: Iterable[str]) -> Ints:
+        """The row of each request, shape [R]. Raises KeyError for a request that has none."""
+        return np.array([self._row_of[req_id] for req_id in req_ids], dtype=np.int64)
+
+    def slots(self, rows: Ints, positions: Ints) -> Ints:
+        """Physical positions, row by row, to slots of the pool: block * S + offset, shape [N]."""
+        blocks = self.blocks[rows, positions // self.block_size].astype(np.int64)
+        return blocks * self.block_size + positions % self.block_size
+
+    def slot(self, req_id: str, token: int) -> int:
+        """The slot of one live token. Raises KeyError if the token is dead or does not exist."""
+        row = self._row_of[req_id]
+        if not self.is_live(req_id, token):
+            raise KeyError(f"token {token} of request {req_id} is not live")
+        return int(self.slots(np.array([row]), self.physical_of[row, token : token + 1].astype(np.int64))[0])
+
+    def is_live(self, req_id: str, token: int) -> bool:
+        row = self._row_of[req_id]
+        return 0 <= token < self.length[row] and self.physical_of[row, token] != DEAD
+
+    def live_tokens(self, req_id: str) -> Ints:
+        """Logical ids of the live tokens in logical order."""
+        row = self._row_of[req_id]
+        return np.flatnonzero(self.physical_of[row, : self.length[row]] != DEAD)
+
+    def block_ids(self, req_id: str) -> list[int]:
+        row = self._row_of[req_id]
+        return self.blocks[row, : self.num_blocks[row]].tolist()
+
+    def waste(self) -> float:
+        """F = 1 - sum(n_i) / (N * S) over all blocks held by the requests of this table; 0 if none is held."""
+        rows = list(self._row_of.values())
+        held = int(self.num_blocks[rows].sum()) * self.block_size
+        return 1.0 - int(self.num_live[rows].sum()) / held if held else 0.0
+
+    # -- the mutators -----------------------------------------------------------------------------------------
+
+    def add_request(self, req_id: str) -> int:
+        """Give a request an empty row."""
+        if req_id in self._row_of:
+            raise ValueError(f"request {req_id} already has a row")
+        if not self._free_rows:
+            self._grow_rows()
+        row = self._free_rows.pop()
+        self._row_of[req_id] = row
+        return row
+
+    def sync_new_tokens(self, rows: Ints, block_table: NDArray[np.int32], num_blocks: Ints, counts: Ints) -> Ints:
+        """Register the tokens that the next forward computes, in order; return their slots, shape [sum(counts)].
+
+        A single new token takes the lowest hole of its request (slot recycling); several new tokens must be last
+        and in order, so they are appended and need a request without holes.
+
+        Args:
+            rows: shape [R], each at most once.
+            block_table: the requests' block ids, shape [R, >= max(num_blocks)].
+            num_blocks: valid entries per row of ``block_table``, shape [R].
+            counts: new tokens per request, shape [R].
+        """
+        self._grow_columns(int((self.length[rows] + counts).max(initial=0)), int(num_blocks.max(initial=0)))
+        self._adopt_blocks(rows, block_table, num_blocks)
+        first = self.num_live[rows]
+        recycling = (counts == 1) & (self.epoch[rows] > 0)
+        first[recycling] = self._lowest_hole(rows[recycling])
+        self._require_room(rows, first, counts, recycling)
+
+        owner = np.repeat(rows, counts)
+        positions = ranges(first, counts)
+        tokens = ranges(self.length[rows], counts)
+        self.physical_of[owner, tokens] = positions
+        self.logical_at[owner, positions] = tokens
+        np.add.at(self.live_in_block, (owner, positions // self.block_size), 1)
+        self.length[rows] += counts
+        self.num_live[rows] += counts
+        return self.slots(owner, positions)
+
+    def evict_tokens(self, rows: Ints, tokens: Ints) -> None:
+        """Mark tokens dead, shape [N] each, or refuse the whole batch with ValueError."""
+        outside = (tokens < 0) | (tokens >= self.length[rows])
+        if outside.any():
+            at = int(np.flatnonzero(outside)[0])
+            raise ValueError(f"token {tokens[at]} of row {rows[at]} does not exist, so it cannot be evicted")
+        positions = self.physical_of[rows, tokens].astype(np.int64)
+        if (positions == DEAD).any() or _has_duplicates(rows, tokens):
+            raise ValueError("a token that is evicted must be live, and named once")
+        self.physical_of[rows, tokens] = DEAD
+        self.logical_at[rows, positions] = HOLE
+        np.subtract.at(self.live_in_block, (rows, positions // self.block_size), 1)
+        np.subtract.at(self.num_live, rows, 1)
+        self.epoch[np.unique(rows)] += 1
+
+    def evict_token(self, req_id: str, token: int) -> None:
+        """Mark one token dead."""
+        self.evict_tokens(self.rows([req_id]), np.array([token], dtype=np.int64))
+
+    def apply_moves(self, moves: Moves) -> None:
+        """Clear the sources and write the destinations together, or refuse the whole batch with ValueError."""
+        rows, sources, destinations = moves.rows, moves.sources, moves.destinations
+        capacity = self.num_blocks[rows] * self.block_size
+        if ((destinations < 0) | (destinations >= capacity) | (sources < 0) | (sources >= capacity)).any():
+            raise ValueError("a move must stay within the blocks of its request")
+        tokens = self.logical_at[rows, sources]
+        if (tokens == HOLE).any() or _has_duplicates(rows, sources):
+            raise ValueError("the source of a move must hold a live token, and be named once")
+        if (self.logical_at[rows, destinations] != HOLE).any() or _has_duplicates(rows, destinations):
+            raise ValueError("the destination of a move must be a hole, and be named once")
+        self.logical_at[rows, sources] = HOLE
+        self.logical_at[rows, destinations] = tokens
+        self.physical_of[rows, tokens] = destinations
+        np.subtract.at(self.live_in_block, (rows, sources // self.block_size), 1)
+        np.add.at(self.live_in_block, (rows, destinations // self.block_size), 1)
+
+    def release_blocks(self, rows: Ints, keep: Ints) -> None:
+        """Let each request keep its first ``keep`` blocks; the others must be empty (ValueError)."""
+        dropped = np.maximum(self.num_blocks[rows] - keep, 0)
+        owner, index = np.repeat(rows, dropped), ranges(np.minimum(keep, self.num_blocks[rows]), dropped)
+        if self.live_in_block[owner, index].any():
+            raise ValueError("a block that leaves its request must not hold a live token")
+        self.num_blocks[rows] = np.minimum(self.num_blocks[rows], keep)
+
+    def drop_request(self, req_id: str) -> None:
+        """Forget a request; unknown ids are ignored, since a request may end before its first forward."""
+        row = self._row_of.pop(req_id, None)
+        if row is None:
+            return
+        self.physical_of[row, : self.length[row]] = DEAD
+        # Holes beyond the live tokens are unset already; what was live lies below the end of the held blocks.
+        self.logical_at[row, : self.num_blocks[row] * self.block_size] = HOLE
+        self.live_in_block[row, : self.num_blocks[row]] = 0
+        for column in (self.length, self.num_live, self.num_blocks, self.epoch):
+            column[row] = 0
+        self._free_rows.append(row)
+
+    # -- inside -----------------------------------------------------------------------------------------------
+
+    def _adopt_blocks(self, rows: Ints, block_table: NDArray[np.int32], num_blocks: Ints) -> None:
+        grown = num_blocks - self.num_blocks[rows]
+        if (grown < 0).any():
+            raise ValueError("a request cannot lose blocks while it registers new tokens")
+        if grown.any():
+            source, column = np.repeat(np.arange(len(rows)), grown), ranges(self.num_blocks[rows], grown)
+            self.blocks[rows[source], column] = block_table[source, column]
+            self.num_blocks[rows] = num_blocks
+
+    def _lowest_hole(self, rows: Ints) -> Ints:
+        """The lowest physical position without a live token: n live tokens leave one among the first n + 1."""
+        if not len(rows):
+            return np.empty(0, dtype=np.int64)
+        width = int(self.num_live[rows].max()) + 1
+        return np.argmax(self.logical_at[rows, :width] == HOLE, axis=1)
+
+    def _require_room(self, rows: Ints, first: Ints, counts: Ints, recycling: NDArray[np.bool_]) -> None:
+        if (first + counts > self.num_blocks[rows] * self.block_size).any():
+            raise ValueError("the blocks of a request do not hold its new tokens")
+        appending = np.flatnonzero(~recycling & (self.epoch[rows] > 0))
+        for row in rows[appending]:  # several tokens after an eviction: rare, and never in steady decode
+            if (self.logical_at[row, : self.num_live[row]] == HOLE).any():
+                raise ValueError("several tokens can only be appended to a request without holes")
+
+    def _grow_rows(self) -> None:
+        old = len(self.length)
+        for name in ("physical_of", "logical_at", "blocks", "live_in_block", "length", "num_live", "num_blocks", "epoch"):
+            array = getattr(self, name)
+            fill = HOLE if name in ("physical_of", "logical_at") else 0
+            setattr(self, name, np.concatenate([array, np.full_like(array, fill)]))
+        self._free_rows.extend(range(2 * old - 1, old - 1, -1))
+
+    def _grow_columns(self, tokens: int, blocks: int) -> None:
+        # One column more than the slots in use, so that looking for the lowest hole never runs off the end.
+        need = max(tokens, blocks * self.block_size) + 1
+        have = self.physical_of.shape[1]
+        if need <= have:
+            return
+        width = -(-max(need, 2 * have) // self.block_size) * self.block_size
+        for name in ("physical_of", "logical_at"):
+            self._widen(name, width, HOLE)
+        for name in ("blocks", "live_in_block"):
+            self._widen(name, width // self.block_size, 0)
+
+    def _widen(self, name: str, width: int, fill: int) -> None:
+        array = getattr(self, name)
+        wider = np.full((array.shape[0], width), fill, dtype=array.dtype)
+        wider[:, : array.shape[1]] = array
+        setattr(self, name, wider)
+
+
+def _has_duplicates(rows: Ints, columns: Ints) -> bool:
+    if len(rows) < 2:
+        return False
+    keys = rows * (int(columns.max()) + 1) + columns
+    return len(np.unique(keys)) != len(keys)
+
+

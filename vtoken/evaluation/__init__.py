@@ -1,0 +1,1 @@
+"""Workloads, measured runs and the tables made of them. Nothing in this room imports vllm itself."""

@@ -1,0 +1,116 @@
+"""Configurations that the tests cover run; every other one is refused at start-up, in one sentence."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from vtoken.config import VTokenConfig
+
+_STOCK_WORKERS = ("auto", "vllm.v1.worker.cpu_worker.CPUWorker", "vllm.v1.worker.gpu_worker.Worker")
+_OURS = "vtoken.vllm_plugin.compat."
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """``found`` says whether a configuration has it; ``option`` names it, ``remedy`` says what to do."""
+
+    option: str
+    remedy: str
+    found: Callable[[Any], Any]
+
+
+def _window(config: Any) -> Any:
+    return getattr(config.model_config.hf_text_config, "sliding_window", None) and getattr(
+        config.model_config.hf_text_config, "use_sliding_window", True
+    )
+
+
+REFUSALS = (
+    Refusal(
+        "enable_prefix_caching=True",
+        "set enable_prefix_caching=False (--no-enable-prefix-caching)",
+        lambda c: c.cache_config.enable_prefix_caching,
+    ),
+    Refusal("async_scheduling=True", "set async_scheduling=False", lambda c: c.scheduler_config.async_scheduling),
+    Refusal(
+        "vLLM's V2 model runner",
+        "set the environment variable VLLM_USE_V2_MODEL_RUNNER=0",
+        lambda c: c.use_v2_model_runner,
+    ),
+    Refusal("speculative decoding", "remove speculative_config", lambda c: c.speculative_config is not None),
+    Refusal("a KV connector", "remove kv_transfer_config", lambda c: c.kv_transfer_config is not None),
+    Refusal("KV cache events", "remove kv_events_config", lambda c: c.kv_events_config is not None),
+    Refusal("LoRA", "remove enable_lora", lambda c: c.lora_config is not None),
+    Refusal(
+        "tensor parallelism",
+        "set tensor_parallel_size=1",
+        lambda c: c.parallel_config.tensor_parallel_size > 1,
+    ),
+    Refusal(
+        "pipeline parallelism",
+        "set pipeline_parallel_size=1",
+        lambda c: c.parallel_config.pipeline_parallel_size > 1,
+    ),
+    Refusal(
+        "context parallelism",
+        "set decode_context_parallel_size=1 and prefill_context_parallel_size=1",
+        lambda c: c.parallel_config.decode_context_parallel_size > 1
+        or c.parallel_config.prefill_context_parallel_size > 1,
+    ),
+    Refusal("data parallelism", "set data_parallel_size=1", lambda c: c.parallel_config.data_parallel_size > 1),
+    Refusal("dual-batch overlap", "set enable_dbo=False", lambda c: c.parallel_config.enable_dbo),
+    Refusal(
+        "priority scheduling", "set scheduling_policy='fcfs'", lambda c: c.scheduler_config.policy != "fcfs"
+    ),
+    Refusal("sleep mode", "set enable_sleep_mode=False", lambda c: c.model_config.enable_sleep_mode),
+    Refusal(
+        "prompt embeddings", "set enable_prompt_embeds=False", lambda c: c.model_config.enable_prompt_embeds
+    ),
+    Refusal("a pooling model", "serve a text-generation model", lambda c: c.model_config.runner_type != "generate"),
+    Refusal("an encoder-decoder model", "serve a decoder-only model", lambda c: c.model_config.is_encoder_decoder),
+    Refusal("a multimodal model", "serve a text-only model", lambda c: c.model_config.is_multimodal_model),
+    Refusal("M-RoPE", "serve a text-only model", lambda c: c.model_config.uses_mrope),
+    Refusal("multi-head latent attention", "serve a model with MHA, MQA or GQA", lambda c: c.model_config.use_mla),
+    Refusal("a hybrid or attention-free model", "serve a model with full attention", lambda c: c.model_config.is_hybrid),
+    Refusal("sliding-window attention", "serve a model with full attention", _window),
+    Refusal(
+        "ALiBi",
+        "serve a model with rotary positions",
+        lambda c: getattr(c.model_config.hf_text_config, "alibi", False)
+        or getattr(c.model_config.hf_text_config, "position_embedding_type", "") == "alibi",
+    ),
+    Refusal(
+        "KV sharing across layers",
+        "serve a model in which every layer has its own cache",
+        lambda c: getattr(c.model_config.hf_text_config, "num_kv_shared_layers", 0),
+    ),
+    Refusal(
+        "a quantized KV cache", "set kv_cache_dtype='auto'", lambda c: c.cache_config.cache_dtype not in ("auto", "bfloat16")
+    ),
+    Refusal(
+        "another worker class",
+        "remove worker_cls",
+        lambda c: str(c.parallel_config.worker_cls) not in _STOCK_WORKERS
+        and not str(c.parallel_config.worker_cls).startswith(_OURS),
+    ),
+    Refusal(
+        "another scheduler class",
+        "remove scheduler_cls",
+        lambda c: c.scheduler_config.scheduler_cls is not None
+        and not str(c.scheduler_config.scheduler_cls).startswith(_OURS),
+    ),
+)
+
+
+def check_supported(vllm_config: Any, config: VTokenConfig) -> None:
+    """Raises ValueError naming the first option of a configuration that the tests do not cover."""
+    for refusal in REFUSALS:
+        if refusal.found(vllm_config):
+            raise ValueError(f"vtoken: {refusal.option} is not supported yet; {refusal.remedy}.")
+    device = vllm_config.device_config.device_type
+    if device != "cpu" and not config.allow_unverified:
+        raise ValueError(
+            f"vtoken: device '{device}' has not been verified yet; "
+            "run on a CPU, or set the option allow_unverified=True to try it."
+        )
+

@@ -1,0 +1,272 @@
+"""The only file that touches vLLM's private names: subclasses that map its hooks to the methods of our classes.
+
+Written against vLLM 0.32. A new vLLM version is a change of this file.
+"""
+
+from collections.abc import Mapping
+from copy import copy
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec
+from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.worker.gpu_worker import Worker
+
+from vtoken.config import VTokenConfig
+from vtoken.core.ledger import LengthLedger
+from vtoken.core.trace import Trace
+from vtoken.kernels.layout import probe_layout
+from vtoken.kernels.relocation import Relocator
+from vtoken.vllm_plugin.kv_cache import EvictableAttentionManager, EvictableAttentionSpec
+from vtoken.vllm_plugin.protocol import StepPlan, StepReport
+from vtoken.vllm_plugin.scheduler import EvictionScheduler, ReclamationStats, ScheduledStep
+from vtoken.vllm_plugin.worker import EvictionWorker
+
+logger = init_logger(__name__)
+
+
+def settings_of(vllm_config: Any) -> VTokenConfig:
+    return vllm_config.additional_config.vtoken
+
+
+def plan_of(output: SchedulerOutput) -> StepPlan:
+    """The plan that rides on a scheduler's output; both are pickled together where processes differ."""
+    return output.vtoken_plan  # type: ignore[attr-defined]
+
+
+def register_spec() -> None:
+    """Make our spec known to this process. vLLM's own must be first: it registers them only into an empty list."""
+    KVCacheSpecRegistry._ensure_registered()
+    KVCacheSpecRegistry.register(
+        EvictableAttentionSpec, EvictableAttentionManager, uniform_type_base_spec=FullAttentionSpec
+    )
+
+
+class VTokenScheduler(Scheduler):
+    """vLLM's scheduler with a plan attached to each step and the emptied blocks returned with its result."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        register_spec()
+        super().__init__(*args, **kwargs)
+        (manager,) = self.kv_cache_manager.coordinator.single_type_managers
+        assert isinstance(manager, EvictableAttentionManager)
+        config = settings_of(self.vllm_config)
+        manager.ledger = LengthLedger(manager.block_size, config.interval)
+        self.vtoken = EvictionScheduler(
+            config, manager.ledger, manager.truncate, self.kv_cache_manager.block_pool.free_blocks
+        )
+        self._scheduling = False
+
+    def add_request(self, request: Request) -> None:
+        known = request.request_id in self.requests
+        super().add_request(request)
+        if known:
+            return
+        params = request.sampling_params
+        try:
+            self.vtoken.admit(
+                request.request_id,
+                request.num_prompt_tokens,
+                request.max_tokens,
+                params.extra_args if params is not None else None,
+            )
+        except ValueError as error:
+            # The front end has checked the settings; whoever got past it must not take the engine down.
+            self.vtoken.admit_unreduced(request.request_id, request.num_prompt_tokens)
+            self._end_with_error({request.request_id: str(error)})
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        self._scheduling = True
+        try:
+            output = super().schedule(throttle_prefills)
+        finally:
+            self._scheduling = False
+        requests = [self.requests[req_id] for req_id in output.num_scheduled_tokens]
+        output.vtoken_plan = self.vtoken.plan(  # type: ignore[attr-defined]
+            ScheduledStep(
+                list(output.num_scheduled_tokens),
+                output.num_scheduled_tokens.values(),
+                (request.num_computed_tokens for request in requests),
+                (not request.is_prefill_chunk for request in requests),
+            )
+        )
+        return output
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        report: StepReport | None = getattr(model_runner_output, "vtoken_report", None)
+        errors = self.vtoken.settle(plan_of(scheduler_output), report)
+        for req_id in errors:
+            # What a request sampled from a cache that is not its own must not be seen.
+            model_runner_output.sampled_token_ids[model_runner_output.req_id_to_index[req_id]] = []
+        self._end_with_error(errors)
+        return super().update_from_output(scheduler_output, model_runner_output)
+
+    def vtoken_stats(self) -> ReclamationStats:
+        return self.vtoken.stats
+
+    def _end_with_error(self, errors: Mapping[str, str]) -> None:
+        for req_id, sentence in errors.items():
+            if req_id in self.requests:
+                logger.error("%s", sentence)
+                self.grammar_compile_error_reqs.add(req_id)
+
+    def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
+        result = super()._free_request(request, delay_free_blocks)
+        self.vtoken.forget(request.request_id)
+        return result
+
+    def _request_blocks_can_be_freed(self, request: Request) -> bool:
+        # Asked before a preemption: while blocks are on their way back, waiting one step is enough.
+        if self._scheduling and self.vtoken.frees_pending:
+            return False
+        return super()._request_blocks_can_be_freed(request)
+
+
+class EvictingRunner:
+    """Mixin over vLLM's V1 model runner, the same for CPU and GPU."""
+
+    vtoken: EvictionWorker
+
+    def get_kv_cache_spec(self: Any) -> dict[str, KVCacheSpec]:
+        register_spec()
+        specs = super().get_kv_cache_spec()  # type: ignore[misc]
+        return {name: _evictable(name, spec) for name, spec in specs.items()}
+
+    def initialize_kv_cache(self: Any, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any) -> None:
+        super().initialize_kv_cache(kv_cache_config, *args, **kwargs)  # type: ignore[misc]
+        (group,) = self.kv_cache_config.kv_cache_groups
+        layers = self.compilation_config.static_forward_context
+        relocate = _relocator([layers[name] for name in group.layer_names], group.kv_cache_spec)
+        self.vtoken = EvictionWorker(settings_of(self.vllm_config), group.kv_cache_spec.block_size, relocate)
+        self._vtoken_truncations: list[tuple[str, int]] = []
+
+    def execute_model(self: Any, scheduler_output: SchedulerOutput, intermediate_tensors: Any = None) -> Any:
+        # Before anything else reads or grows a block list: zeroing and input preparation run inside.
+        self._vtoken_truncate()
+        resumed = scheduler_output.scheduled_cached_reqs.resumed_req_ids
+        self.vtoken.begin_step(
+            plan_of(scheduler_output),
+            ended=[*scheduler_output.finished_req_ids, *(scheduler_output.preempted_req_ids or ())],
+            started=[*(new.req_id for new in scheduler_output.scheduled_new_reqs), *resumed],
+        )
+        output = super().execute_model(scheduler_output, intermediate_tensors)  # type: ignore[misc]
+        if output is None:
+            self._vtoken_truncations = self.vtoken.evict()
+            return None
+        return self._vtoken_with_report(output)
+
+    def sample_tokens(self: Any, grammar_output: Any) -> Any:
+        return self._vtoken_with_report(super().sample_tokens(grammar_output))  # type: ignore[misc]
+
+    def _prepare_inputs(self: Any, scheduler_output: SchedulerOutput, num_scheduled_tokens: Any) -> Any:
+        prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)  # type: ignore[misc]
+        index_of, table = self.input_batch.req_id_to_index, self.input_batch.block_table[0]
+        place = self.vtoken.place_tokens(
+            np.array([index_of[req_id] for req_id in plan_of(scheduler_output).req_ids], dtype=np.int64),
+            table.block_table.np,
+            table.num_blocks_per_row,
+            self.query_start_loc.np,
+        )
+        # vLLM has filled these in from logical lengths. Positions, sampling and progress keep those.
+        index, length = torch.from_numpy(place.index), torch.from_numpy(place.length).to(torch.int32)
+        self.optimistic_seq_lens_cpu[index] = length
+        self.seq_lens[index.to(self.device)] = length.to(self.device)
+        tokens, slots = torch.from_numpy(place.tokens), torch.from_numpy(place.slots)
+        table.slot_mapping.gpu[tokens.to(self.device)] = slots.to(self.device)
+        return prepared
+
+    def _vtoken_truncate(self: Any) -> None:
+        table = self.input_batch.block_table[0]
+        for req_id, keep in self._vtoken_truncations:
+            request = self.requests.get(req_id)
+            if request is not None:
+                del request.block_ids[0][keep:]
+            row = self.input_batch.req_id_to_index.get(req_id)
+            if row is not None:
+                table.block_table.np[row, keep : table.num_blocks_per_row[row]] = 0
+                table.num_blocks_per_row[row] = keep
+        self._vtoken_truncations = []
+
+    def _vtoken_with_report(self: Any, output: Any) -> Any:
+        output = copy(output)  # an empty output is a singleton that all steps share
+        output.vtoken_report = self.vtoken.take_report()
+        return output
+
+
+def _evictable(name: str, spec: KVCacheSpec) -> KVCacheSpec:
+    if type(spec) is not FullAttentionSpec or spec.sliding_window or spec.attention_chunk_size:
+        raise ValueError(
+            f"vtoken: layer {name} uses {type(spec).__name__}, which is not supported yet; "
+            "serve a model with full attention."
+        )
+    return EvictableAttentionSpec(**{name: getattr(spec, name) for name in spec.__dataclass_fields__})
+
+
+def _relocator(layers: list[Any], spec: EvictableAttentionSpec) -> Relocator:
+    """View all layers as one tensor [layers, blocks, numbers per block], and probe where a token's numbers lie."""
+    caches = sorted((layer.kv_cache for layer in layers), key=lambda cache: cache.data_ptr())
+    first, numbers = caches[0], caches[0][0].numel()
+    steps = {b.storage_offset() - a.storage_offset() for a, b in zip(caches, caches[1:], strict=False)}
+    if len(steps) > 1 or len({cache.untyped_storage().data_ptr() for cache in caches}) > 1:
+        raise ValueError(
+            "vtoken: the layers' KV caches are not evenly spaced in one allocation; remove VLLM_KV_CACHE_LAYOUT."
+        )
+    every = first.as_strided(
+        (len(caches), first.shape[0], numbers), (steps.pop() if steps else 0, first.stride(0), 1)
+    )
+    layer = layers[0]
+
+    def write(key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+        dtype = cache.dtype
+        layer.impl.do_kv_cache_update(layer, key.to(dtype), value.to(dtype), cache, slots)
+
+    scratch = torch.empty_strided((1, *first.shape[1:]), first.stride(), dtype=first.dtype, device=first.device)
+    return Relocator(every, probe_layout(write, scratch, spec.num_kv_heads, spec.head_size))
+
+
+if current_platform.is_cpu():
+    from vllm.v1.worker import cpu_worker
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    class VTokenCPUModelRunner(EvictingRunner, CPUModelRunner):
+        """vLLM's CPU runner, evicting."""
+
+    class VTokenCPUWorker(cpu_worker.CPUWorker):
+        """vLLM's CPU worker with our runner."""
+
+        def init_device(self) -> None:
+            # The stock worker names its runner class in a module global and nowhere else.
+            stock = cpu_worker.CPUModelRunner
+            cpu_worker.CPUModelRunner = VTokenCPUModelRunner  # type: ignore[misc]
+            try:
+                super().init_device()
+            finally:
+                cpu_worker.CPUModelRunner = stock  # type: ignore[misc]
+
+        def take_vtoken_traces(self) -> dict[str, Trace]:
+            return self.model_runner.vtoken.take_traces()  # type: ignore[attr-defined]
+
+else:
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    class VTokenGPUModelRunner(EvictingRunner, GPUModelRunner):
+        """vLLM's V1 GPU runner, evicting. Not yet run on hardware."""
+
+    class VTokenGPUWorker(Worker):
+        """vLLM's GPU worker with our runner. Not yet run on hardware."""
+
+        def _make_model_runner(self) -> Any:
+            return VTokenGPUModelRunner(self.vllm_config, self.device)
+
+        def take_vtoken_traces(self) -> dict[str, Trace]:
+            return self.model_runner.vtoken.take_traces()  # type: ignore[attr-defined]

@@ -1,0 +1,190 @@
+"""An engine for the rooms above: stock vLLM or vLLM with vtoken, stepped by hand, with its block pool in view."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from vtoken.config import VTokenConfig
+from vtoken.core.trace import Trace
+from vtoken.vllm_plugin.plugin import OPTION, check_vllm_version, parse_config
+
+
+@dataclass(frozen=True)
+class Progress:
+    """A request after a step in which it produced a token. ``logprobs`` holds one table per output token."""
+
+    request_id: str
+    token_ids: list[int]
+    finished: bool
+    finish_reason: str | None
+    logprobs: list[dict[int, float]] | None
+
+
+@dataclass(frozen=True)
+class PoolSnapshot:
+    """vLLM's block pool and queues after a step. The last four are totals since start-up."""
+
+    held_blocks: int
+    live_tokens: int
+    running: int
+    waiting: int
+    preemptions: int
+    tokens_evicted: int
+    tokens_moved: int
+    blocks_reclaimed: int
+
+
+class Engine:
+    """Greedy generation on one vLLM engine, one step at a time."""
+
+    def __init__(self, llm_engine: Any, engine_args: dict[str, Any]) -> None:
+        self.engine_args = engine_args
+        self._engine = llm_engine
+        self._external_id: dict[str, str] = {}
+        self._preemptions: dict[str, int] = {}
+        cache = llm_engine.vllm_config.cache_config
+        self.block_size: int = cache.block_size
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that requests can hold; vLLM keeps one for itself."""
+        return self._scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        max_tokens: int,
+        *,
+        extra_args: dict[str, Any] | None = None,
+        logprobs: int | None = None,
+    ) -> None:
+        """Queue a request. Raises ValueError, in one sentence, for settings that vtoken refuses."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(
+            temperature=0.0, max_tokens=max_tokens, ignore_eos=True, extra_args=extra_args, logprobs=logprobs
+        )
+        internal = self._engine.add_request(request_id, {"prompt_token_ids": prompt_token_ids}, params)
+        self._external_id[internal or request_id] = request_id
+
+    def step(self) -> list[Progress]:
+        """Run one step of the scheduler and the model."""
+        progress = []
+        for output in self._engine.step():
+            completion = output.outputs[0]
+            tables = completion.logprobs
+            progress.append(
+                Progress(
+                    output.request_id,
+                    list(completion.token_ids),
+                    output.finished,
+                    completion.finish_reason,
+                    None if tables is None else [{t: entry.logprob for t, entry in row.items()} for row in tables],
+                )
+            )
+        return progress
+
+    def has_unfinished(self) -> bool:
+        return self._engine.has_unfinished_requests()
+
+    def abort(self, request_id: str) -> None:
+        self._engine.abort_request([request_id])
+
+    def snapshot(self) -> PoolSnapshot:
+        """The pool after the last step. Only where engine and scheduler share this process."""
+        scheduler = self._scheduler
+        pool = scheduler.kv_cache_manager.block_pool
+        for req_id, request in scheduler.requests.items():
+            self._preemptions[req_id] = request.num_preemptions
+        evicting = getattr(scheduler, "vtoken", None)
+        if evicting is None:
+            live = sum(request.num_computed_tokens for request in scheduler.running)
+        else:
+            live = evicting.live_tokens()
+        stats = evicting.stats if evicting is not None else None
+        return PoolSnapshot(
+            held_blocks=pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
+            live_tokens=live,
+            running=len(scheduler.running),
+            waiting=scheduler.get_request_counts()[1],
+            preemptions=sum(self._preemptions.values()),
+            tokens_evicted=stats.tokens_evicted if stats else 0,
+            tokens_moved=stats.tokens_moved if stats else 0,
+            blocks_reclaimed=stats.blocks_reclaimed if stats else 0,
+        )
+
+    def take_traces(self) -> dict[str, Trace]:
+        """Traces by request id, and forget them. Needs ``VTokenConfig(record_trace=True)``."""
+        (traces,) = self._engine.collective_rpc("take_vtoken_traces")
+        return {self._external_id.get(req_id, req_id): trace for req_id, trace in traces.items()}
+
+    def shutdown(self) -> None:
+        self._engine.engine_core.shutdown()
+
+    @property
+    def llm_engine(self) -> Any:
+        """vLLM's own engine."""
+        return self._engine
+
+    @property
+    def _scheduler(self) -> Any:
+        return self._engine.engine_core.engine_core.scheduler
+
+
+def make_engine(
+    model: str, vtoken: VTokenConfig | None = None, *, multiprocess: bool = False, **engine_args: Any
+) -> Engine:
+    """Start vLLM, with vtoken's settings or (None) as it is.
+
+    Args:
+        model: directory or name, as vLLM takes it.
+        vtoken: settings of the plugin.
+        multiprocess: engine core and worker in processes of their own, as ``vllm serve`` has it.
+        engine_args: passed on to vLLM's ``EngineArgs``.
+
+    Raises:
+        ValueError: one sentence, for a vLLM, an option or a configuration that vtoken does not support.
+    """
+    check_vllm_version()
+    if vtoken is not None:
+        parse_config(vtoken)
+        engine_args = {**engine_args, "additional_config": {OPTION: vtoken.model_dump()}}
+    if not multiprocess:
+        engine_args.setdefault("distributed_executor_backend", "uni")
+    shown = {key: value for key, value in engine_args.items() if key != "additional_config"}
+    with _layout(multiprocess):
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        try:
+            llm_engine = LLMEngine.from_engine_args(EngineArgs(model=model, **engine_args))
+        except ValueError as error:
+            raise ValueError(_first_sentence(error)) from error
+    return Engine(llm_engine, shown)
+
+
+@contextmanager
+def _layout(multiprocess: bool) -> Iterator[None]:
+    """vLLM reads the process layout from the environment while it starts."""
+    name = "VLLM_ENABLE_V1_MULTIPROCESSING"
+    before = os.environ.get(name)
+    os.environ[name] = "1" if multiprocess else "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def _first_sentence(error: ValueError) -> str:
+    """Our own refusals come wrapped into pydantic's report; vLLM's are passed on as they are."""
+    for line in str(error).splitlines():
+        found = line.find("vtoken: ")
+        if found >= 0:
+            return line[found:].split(" [type=")[0]
+    return str(error)

@@ -1,0 +1,77 @@
+"""vLLM's KV-cache spec and manager for requests whose physical length is not their logical length."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from vtoken.core.ledger import LengthLedger
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvictableAttentionSpec(FullAttentionSpec):
+    """Full attention over the tokens that are still there. Carries no settings: merging specs would reset them."""
+
+
+class EvictableAttentionManager(FullAttentionManager):
+    """Allocates by physical length: vLLM counts logical tokens, the ledger knows how many of them are gone."""
+
+    ledger: LengthLedger
+
+    def get_num_blocks_to_allocate(
+        self,
+        request_id: str,
+        num_tokens: int,
+        new_computed_blocks: Sequence[KVCacheBlock],
+        total_computed_tokens: int,
+        num_local_computed_tokens: int,
+        num_tokens_main_model: int,
+        apply_admission_cap: bool = False,
+        prefill_end: int = 0,
+    ) -> int:
+        """Blocks to allocate; at admission plus those that admitted requests were promised.
+
+        A request with a budget never outgrows it, so what the running ones will still take is known. Keeping it
+        free means that admitting a request preempts none of them.
+        """
+        needed = super().get_num_blocks_to_allocate(
+            request_id,
+            self.ledger.physical_length(request_id, num_tokens),
+            new_computed_blocks,
+            total_computed_tokens,
+            num_local_computed_tokens,
+            self.ledger.physical_length(request_id, num_tokens_main_model),
+            apply_admission_cap=apply_admission_cap,
+            prefill_end=prefill_end,
+        )
+        if not apply_admission_cap:
+            return needed
+        self.ledger.expect_prefill(request_id, num_tokens)
+        return needed + self.ledger.committed_growth()
+
+    def allocate_new_blocks(
+        self, request_id: str, num_tokens: int, num_tokens_main_model: int
+    ) -> list[KVCacheBlock]:
+        blocks = super().allocate_new_blocks(
+            request_id,
+            self.ledger.physical_length(request_id, num_tokens),
+            self.ledger.physical_length(request_id, num_tokens_main_model),
+        )
+        if blocks:
+            self.ledger.hold_blocks(request_id, len(self.req_to_blocks[request_id]))
+        return blocks
+
+    def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
+        """The request finished or was preempted: vLLM takes its blocks, and its lengths start anew."""
+        if request_id in self.ledger:
+            self.ledger.reset(request_id)
+        return super().pop_blocks_for_free(request_id)
+
+    def truncate(self, request_id: str, keep: int) -> list[KVCacheBlock]:
+        """Take all but the first ``keep`` blocks from the request, without returning them to the pool yet."""
+        blocks = self.req_to_blocks[request_id]
+        tail = blocks[keep:]
+        del blocks[keep:]
+        return tail

@@ -1,0 +1,127 @@
+"""The scheduler's part: state counts with each step, and hand emptied blocks back when its result arrives."""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from vtoken.config import RequestOptions, VTokenConfig
+from vtoken.core.budget import resolve_budget
+from vtoken.core.ledger import LengthLedger
+from vtoken.vllm_plugin.protocol import StepPlan, StepReport
+
+
+@dataclass
+class ReclamationStats:
+    """Totals since start-up, over all requests. Times in seconds, of scheduler and worker together."""
+
+    tokens_evicted: int = 0
+    tokens_moved: int = 0
+    blocks_reclaimed: int = 0
+    hook_seconds: float = 0.0
+    relocation_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class ScheduledStep:
+    """What vLLM's scheduler decided for one step; sequences run over the scheduled requests."""
+
+    req_ids: list[str]
+    new_tokens: Iterable[int]
+    logical_length: Iterable[int]
+    complete: Iterable[bool]
+
+
+class EvictionScheduler:
+    """Beside vLLM's scheduler: turns its steps into plans and keeps account of blocks in flight.
+
+    Args:
+        config: the engine's settings.
+        ledger: counts per request, shared with the KV-cache manager.
+        truncate: (request id, blocks to keep) -> the blocks cut off, still owned by the request.
+        free: returns blocks to vLLM's pool.
+    """
+
+    def __init__(
+        self,
+        config: VTokenConfig,
+        ledger: LengthLedger,
+        truncate: Callable[[str, int], list[Any]],
+        free: Callable[[list[Any]], None],
+    ) -> None:
+        self.stats = ReclamationStats()
+        self._config = config
+        self._ledger = ledger
+        self._truncate = truncate
+        self._free = free
+        self._step = 0
+        # Blocks that the worker still reads in a step under way: theirs again when its result is in.
+        self._in_flight: deque[tuple[int, list[Any]]] = deque()
+
+    @property
+    def frees_pending(self) -> bool:
+        """Blocks will come back from a step under way, so nobody needs to be preempted for want of one."""
+        return any(blocks for _, blocks in self._in_flight)
+
+    def live_tokens(self) -> int:
+        """Tokens with a slot, over all requests."""
+        return self._ledger.live_tokens()
+
+    def admit(
+        self, req_id: str, prompt_length: int, max_tokens: int, extra_args: Mapping[str, Any] | None
+    ) -> None:
+        """Fix the limits of a request on arrival. Raises ValueError, in one sentence, for bad settings."""
+        options = RequestOptions.from_extra_args(extra_args, self._config)
+        budget = resolve_budget(self._config, options, prompt_length)
+        self._ledger.open(req_id, prompt_length, budget, prompt_length + max_tokens)
+
+    def admit_unreduced(self, req_id: str, prompt_length: int) -> None:
+        """Register a request that will be refused: it needs a row, and no budget."""
+        self._ledger.open(req_id, prompt_length, 0, prompt_length)
+
+    def forget(self, req_id: str) -> None:
+        """The request is over."""
+        self._ledger.close(req_id)
+
+    def plan(self, scheduled: ScheduledStep) -> StepPlan:
+        """State what each request computes and forgets in this step, and cut its block list to what it keeps."""
+        began = perf_counter()
+        counts = self._ledger.schedule(
+            scheduled.req_ids,
+            np.fromiter(scheduled.new_tokens, dtype=np.int64),
+            np.fromiter(scheduled.logical_length, dtype=np.int64),
+            np.fromiter(scheduled.complete, dtype=np.bool_),
+        )
+        released: list[Any] = []
+        for index in np.flatnonzero(counts.keep_blocks < counts.num_blocks).tolist():
+            released += self._truncate(scheduled.req_ids[index], int(counts.keep_blocks[index]))
+        self._step += 1
+        self._in_flight.append((self._step, released))
+        self.stats.hook_seconds += perf_counter() - began
+        return StepPlan(self._step, scheduled.req_ids, counts)
+
+    def settle(self, plan: StepPlan, report: StepReport | None) -> dict[str, str]:
+        """Free the blocks of a finished step; return the requests that must end, with the reason.
+
+        Raises:
+            RuntimeError: a step's report is missing, late or doubled, so that no count can be trusted.
+        """
+        began = perf_counter()
+        step, released = self._in_flight.popleft()
+        if step != plan.step or (report is not None and report.step != step):
+            reported = report.step if report is not None else None
+            raise RuntimeError(f"vtoken: step {step} was settled with plan {plan.step} and report {reported}")
+        if report is None and plan.req_ids:
+            raise RuntimeError(f"vtoken: the worker's report for step {step} is missing")
+        self._free(released[::-1])
+        self.stats.blocks_reclaimed += len(released)
+        if report is not None:
+            self.stats.tokens_evicted += report.evicted
+            self.stats.tokens_moved += report.moved
+            self.stats.hook_seconds += report.hook_seconds
+            self.stats.relocation_seconds += report.relocation_seconds
+        self.stats.hook_seconds += perf_counter() - began
+        return report.errors if report is not None else {}

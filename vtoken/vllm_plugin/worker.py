@@ -1,0 +1,189 @@
+"""One worker's part: which tokens die, where the survivors lie, and where the next token is written."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from time import perf_counter
+
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vtoken.config import VTokenConfig
+from vtoken.core.ragged import Ints, offsets_of, ranges
+from vtoken.core.reclamation import FillReclamation
+from vtoken.core.selection import select_victims
+from vtoken.core.token_table import TokenTable
+from vtoken.core.trace import Incarnation, Trace
+from vtoken.policies import PolicyBatch, load_policy
+from vtoken.vllm_plugin.protocol import StepPlan, StepReport
+
+Relocate = Callable[[Ints, Ints], None]
+"""(source slots, destination slots) -> None"""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the tokens of a forward go, for the requests that passed the step's checks.
+
+    ``index`` [R] are the requests' places in the batch, ``length`` [R] their tokens in the cache including the new
+    ones, ``tokens`` and ``slots`` [N] the new tokens' places in the batch's flat arrays and their slots.
+    """
+
+    index: Ints
+    length: Ints
+    tokens: Ints
+    slots: Ints
+
+
+class EvictionWorker:
+    """Token table, policy and relocation of one worker, driven by one plan per step.
+
+    Args:
+        config: the engine's settings.
+        block_size: slots per block.
+        relocate: copies K/V between slots, in all layers.
+    """
+
+    def __init__(self, config: VTokenConfig, block_size: int, relocate: Relocate) -> None:
+        self.table = TokenTable(block_size)
+        self._config = config
+        self._policy = load_policy(config.policy)
+        self._reclamation = FillReclamation(self.table)
+        self._relocate = relocate
+        self._traces: dict[str, Trace] = {}
+        self._plan: StepPlan | None = None
+        self._report: StepReport | None = None
+        self._healthy = np.empty(0, dtype=np.int64)
+        self._rows = np.empty(0, dtype=np.int64)
+
+    def begin_step(self, plan: StepPlan, ended: Iterable[str], started: Iterable[str]) -> None:
+        """Take up a plan. ``ended`` requests lost their cache; ``started`` ones begin with an empty one.
+
+        An id may be in both: a request was preempted and resumed at once, or the id was used again.
+        """
+        for req_id in ended:
+            self.table.drop_request(req_id)
+        for req_id in started:
+            self.table.drop_request(req_id)
+            self.table.add_request(req_id)
+            if self._config.record_trace:
+                self._traces.setdefault(req_id, Trace()).incarnations.append(Incarnation())
+        self._plan, self._report = plan, StepReport(plan.step)
+
+    def place_tokens(self, index: Ints, batch_blocks: NDArray[np.int32], batch_num_blocks: Ints, starts: Ints) -> Placement:
+        """Register the step's tokens and say where they are written.
+
+        Args:
+            index: place in the batch of each request of the plan, shape [R].
+            batch_blocks: the batch's block table, shape [batch, width].
+            batch_num_blocks: valid entries per row of it, shape [batch].
+            starts: first place of each request of the batch in its flat token arrays, shape [batch].
+        """
+        assert self._plan is not None
+        began = perf_counter()
+        plan, counts = self._plan, self._plan.counts
+        rows = self.table.rows(plan.req_ids)
+        num_blocks = batch_num_blocks[index].astype(np.int64)
+        self._healthy = self._check(rows, num_blocks)
+        ok = self._healthy
+        self._rows, index = rows[ok], index[ok]
+        slots = self.table.sync_new_tokens(self._rows, batch_blocks[index], num_blocks[ok], counts.new_tokens[ok])
+        placement = Placement(
+            index, self.table.num_live[self._rows], ranges(starts[index], counts.new_tokens[ok]), slots
+        )
+        self._spend(began)
+        return placement
+
+    def evict(self) -> list[tuple[str, int]]:
+        """After the forward: choose victims, fill holes, release blocks.
+
+        Returns:
+            (request, blocks it keeps) for every request that gives blocks back.
+        """
+        assert self._plan is not None and self._report is not None
+        began = perf_counter()
+        counts = self._plan.counts
+        dying = self._healthy[counts.evict[self._healthy] > 0]
+        victims = self._choose_victims(dying) if len(dying) else np.empty(0, dtype=np.int64)
+        released = self._forget(dying, victims) if len(dying) else []
+        if self._config.record_trace:
+            self._record(dying, victims)
+        self._spend(began)
+        return released
+
+    def take_report(self) -> StepReport:
+        """The report of the step under way; the next step needs a new plan."""
+        assert self._report is not None
+        report, self._report, self._plan = self._report, None, None
+        return report
+
+    def take_traces(self) -> dict[str, Trace]:
+        """Traces of all requests recorded so far, and forget them."""
+        traces, self._traces = self._traces, {}
+        return traces
+
+    # -- inside -----------------------------------------------------------------------------------------------
+
+    def _check(self, rows: Ints, num_blocks: Ints) -> Ints:
+        """Compare (tokens, epoch, blocks) with the plan; indices of the requests for which they agree."""
+        assert self._plan is not None and self._report is not None
+        plan, counts, table = self._plan, self._plan.counts, self.table
+        wrong = (
+            (table.num_live[rows] != counts.length)
+            | (table.epoch[rows] != counts.epoch)
+            | (num_blocks != counts.num_blocks)
+        )
+        for i in np.flatnonzero(wrong).tolist():
+            self._report.errors[plan.req_ids[i]] = (
+                f"vtoken: request {plan.req_ids[i]} was scheduled with {counts.length[i]} tokens, "
+                f"{counts.num_blocks[i]} blocks and epoch {counts.epoch[i]}, but the worker holds "
+                f"{table.num_live[rows[i]]} tokens, {num_blocks[i]} blocks and epoch {table.epoch[rows[i]]}."
+            )
+        return np.flatnonzero(~wrong)
+
+    def _choose_victims(self, dying: Ints) -> Ints:
+        """Logical ids to evict, request by request, in the order of ``dying`` (indices into the plan)."""
+        assert self._plan is not None
+        table, counts = self.table, self._plan.counts
+        rows = table.rows(self._plan.req_ids[i] for i in dying.tolist())
+        live, length = table.num_live[rows], table.length[rows]
+        # A forward leaves no holes, so the live tokens are exactly the first positions of each row.
+        flat = ranges(np.zeros_like(live), live)
+        tokens = table.logical_at[np.repeat(rows, live), flat].astype(np.int64)
+        priority = self._policy.priority(PolicyBatch(tokens, offsets_of(live), length))
+        return select_victims(
+            priority, tokens, live, length, counts.evict[dying], self._config.sinks, self._config.recent
+        )
+
+    def _forget(self, dying: Ints, victims: Ints) -> list[tuple[str, int]]:
+        assert self._plan is not None and self._report is not None
+        table, counts = self.table, self._plan.counts
+        req_ids = [self._plan.req_ids[i] for i in dying.tolist()]
+        rows, evict = table.rows(req_ids), counts.evict[dying]
+        table.evict_tokens(np.repeat(rows, evict), victims)
+        plan = self._reclamation.plan(rows, evict, counts.next_tokens[dying])
+        if len(plan.moves):
+            began = perf_counter()
+            moves = plan.moves
+            self._relocate(table.slots(moves.rows, moves.sources), table.slots(moves.rows, moves.destinations))
+            self._report.relocation_seconds += perf_counter() - began
+        self._reclamation.commit(plan)
+        self._report.evicted += len(victims)
+        self._report.moved += len(plan.moves)
+        gives = np.flatnonzero(counts.keep_blocks[dying] < counts.num_blocks[dying]).tolist()
+        return [(req_ids[i], int(counts.keep_blocks[dying[i]])) for i in gives]
+
+    def _record(self, dying: Ints, victims: Ints) -> None:
+        assert self._plan is not None
+        bounds = offsets_of(self._plan.counts.evict[dying])
+        taken = {i: victims[bounds[n] : bounds[n + 1]].tolist() for n, i in enumerate(dying.tolist())}
+        for i in self._healthy.tolist():
+            life = self._traces[self._plan.req_ids[i]].incarnations[-1]
+            life.new_tokens.append(int(self._plan.counts.new_tokens[i]))
+            life.victims.append(sorted(taken.get(i, [])))
+
+    def _spend(self, began: float) -> None:
+        assert self._report is not None
+        self._report.hook_seconds += perf_counter() - began
+
+
