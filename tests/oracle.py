@@ -1,8 +1,8 @@
-"""The exactness oracle: one dense Hugging Face pass that attends to exactly what a traced request attended to.
+"""The exactness oracle: a dense Hugging Face pass that attends to exactly what a traced request attended to.
 
-The K/V of a token are a function of its own row of the attention mask, so a single pass per incarnation, in which each
-token is hidden from the forwards after its eviction, reproduces every forward of that incarnation. The engine's own
-tokens are fed in; only logits are compared, because equal text proves little and rounding may flip a near tie.
+The K/V of a token are a function of its own row of the attention mask, so one pass per incarnation, in which
+each token is hidden from the forwards after its eviction, reproduces every forward of it. The engine's own
+tokens are fed in and logits are compared: equal text proves little, and rounding may flip a near tie.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -59,11 +59,11 @@ def felt_victims(trace: Trace) -> list[Victim]:
     return [v for v in victims_of(trace) if v.forward < len(trace.incarnations[v.incarnation].new_tokens) - 1]
 
 
-# ---- Consistency ---------------------------------------------------------------------------------------------------
+# ---- Consistency -------------------------------------------------------------------------------------------
 
 
 def check_trace(trace: Trace, prompt_length: int, num_outputs: int) -> None:
-    """Raise AssertionError unless the trace is one that produces ``num_outputs`` tokens after such a prompt."""
+    """Raise AssertionError unless such a trace produces ``num_outputs`` tokens after such a prompt."""
     assert trace.incarnations, "the trace has no incarnation"
     total = prompt_length + num_outputs - 1  # the last output is never fed back
     known = prompt_length  # what the prefill of the next incarnation has to compute
@@ -71,13 +71,18 @@ def check_trace(trace: Trace, prompt_length: int, num_outputs: int) -> None:
         assert len(life.victims) == len(life.new_tokens), (
             f"incarnation {i}: {len(life.new_tokens)} forwards but {len(life.victims)} lists of victims"
         )
-        assert 0 <= life.prefix_hit < known, f"incarnation {i}: prefix hit {life.prefix_hit} of {known} known tokens"
-        assert length(life) <= total, f"incarnation {i}: {length(life)} tokens computed, at most {total} exist"
+        assert 0 <= life.prefix_hit < known, (
+            f"incarnation {i}: prefix hit {life.prefix_hit} of {known} known tokens"
+        )
+        assert length(life) <= total, (
+            f"incarnation {i}: {length(life)} tokens computed, at most {total} exist"
+        )
         _check_life(life, i, known)
         known = max(known, length(life) + 1)
     computed = length(trace.incarnations[-1])
     assert computed == total, (
-        f"last incarnation: {computed} tokens computed, expected prompt {prompt_length} + outputs {num_outputs} - 1"
+        f"last incarnation: {computed} tokens computed,"
+        f" expected prompt {prompt_length} + outputs {num_outputs} - 1"
     )
 
 
@@ -96,13 +101,14 @@ def _check_life(life: Incarnation, index: int, known: int) -> None:
             evicted.add(token)
 
 
-# ---- Replay --------------------------------------------------------------------------------------------------------
+# ---- Replay ------------------------------------------------------------------------------------------------
 
 
 def visibility(life: Incarnation) -> torch.Tensor:
     """bool [tokens, tokens]: whether the query in row q attended key t when it was computed."""
     prefix = torch.full((life.prefix_hit,), -1)  # computed before forward 0, with nothing evicted
-    steps = torch.arange(len(life.new_tokens)).repeat_interleave(torch.tensor(life.new_tokens, dtype=torch.int64))
+    forwards = torch.arange(len(life.new_tokens))
+    steps = forwards.repeat_interleave(torch.tensor(life.new_tokens, dtype=torch.int64))
     forward_of = torch.cat([prefix, steps])
     evicted_after = torch.full_like(forward_of, NEVER)
     for forward, tokens in enumerate(life.victims):
@@ -112,8 +118,10 @@ def visibility(life: Incarnation) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def masked_logits(model: Any, token_ids: Sequence[int], visible: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Logits [rows, vocab] of one dense pass; ``visible`` is bool [tokens, tokens], ``rows`` are query positions."""
+def masked_logits(
+    model: Any, token_ids: Sequence[int], visible: torch.Tensor, rows: torch.Tensor
+) -> torch.Tensor:
+    """Logits [rows, vocab] of one dense pass; ``visible``: bool [tokens, tokens]; ``rows``: positions."""
     mask = torch.zeros(visible.shape).masked_fill_(~visible, torch.finfo(torch.float32).min)
     hidden = model.model(
         input_ids=torch.tensor([token_ids]),
@@ -127,7 +135,7 @@ def masked_logits(model: Any, token_ids: Sequence[int], visible: torch.Tensor, r
 def replay(model: Any, prompt_ids: Sequence[int], output_ids: Sequence[int], trace: Trace) -> torch.Tensor:
     """The logits [outputs, vocab] from which each output token was chosen, according to the trace.
 
-    An output belongs to the first incarnation that computed the token before it; later ones only prefill it again.
+    An output belongs to the first incarnation that computed the token before it; later ones prefill it again.
     """
     check_trace(trace, len(prompt_ids), len(output_ids))
     token_ids = [*prompt_ids, *output_ids]
@@ -140,7 +148,7 @@ def replay(model: Any, prompt_ids: Sequence[int], output_ids: Sequence[int], tra
     return torch.cat(parts)
 
 
-# ---- The check -----------------------------------------------------------------------------------------------------
+# ---- The check ---------------------------------------------------------------------------------------------
 
 
 def check(
@@ -155,30 +163,36 @@ def check(
 ) -> OracleReport:
     """Raise AssertionError unless the engine's raw logits are those of the replayed trace.
 
-    ``vllm_logits`` holds per output token {token id: raw logit}, the top few or the whole vocabulary. The trace must be
-    consistent, evict something that a later forward misses (unless ``allow_none``), and the logits must be spread
-    widely enough for a tolerance to mean something.
+    ``vllm_logits`` holds per output token {token id: raw logit}, the top few or the whole vocabulary. The
+    trace must be consistent and evict something that a later forward misses (unless ``allow_none``), and the
+    logits must be spread widely enough for a tolerance to mean something.
     """
     check_trace(trace, len(prompt_ids), len(output_ids))
-    assert len(vllm_logits) == len(output_ids), f"{len(output_ids)} outputs but logits for {len(vllm_logits)}"
-    assert allow_none or felt_victims(trace), "no eviction that a later forward could feel: the check would prove nothing"
+    assert allow_none or felt_victims(trace), "nothing was evicted that a later forward could miss"
     logits = replay(model, prompt_ids, output_ids, trace)
     spread = logits.std(dim=-1).min().item()
-    assert spread >= 1, f"logit spread {spread:.3g} is below 1: the tolerance would prove nothing"
+    assert spread >= 1, f"logit spread {spread:.3g} is below 1: a tolerance would prove nothing"
+    largest, entries, near_ties = _compare(logits, output_ids, vllm_logits, atol)
+    evictions = sum(1 for _ in victims_of(trace))
+    return OracleReport(largest, len(output_ids), entries, evictions, spread, near_ties)
 
+
+def _compare(
+    logits: torch.Tensor, output_ids: Sequence[int], vllm_logits: Sequence[Mapping[int, float]], atol: float
+) -> tuple[float, int, int]:
+    """Largest difference, number of logits compared, number of near ties; AssertionError beyond ``atol``."""
+    assert len(vllm_logits) == len(output_ids), f"{len(output_ids)} outputs but logits for {len(vllm_logits)}"
     largest, entries, near_ties = 0.0, 0, 0
     for i, (row, token, engine) in enumerate(zip(logits, output_ids, vllm_logits, strict=True)):
+        assert token in engine, f"output {i}: the engine gave no logit for token {token}, which it chose"
         top = row.topk(2)
-        gap = (top.values[0] - top.values[1]).item()
+        best, gap = int(top.indices[0]), (top.values[0] - top.values[1]).item()
         ids = torch.tensor(list(engine.keys()), dtype=torch.int64)
-        difference = (row[ids] - torch.tensor(list(engine.values()))).abs()
-        worst = difference.max().item() if len(ids) else float("nan")
+        worst = (row[ids] - torch.tensor(list(engine.values()))).abs().max().item()
         # Written so that a NaN fails.
         assert worst <= atol, (
             f"output {i} (token {token}): logits differ by {worst:.3g}, allowed {atol:g}; top-2 gap {gap:.3g}"
         )
-        assert token in engine, f"output {i} (token {token}): the engine gave no logit for the token it chose"
-        best = int(top.indices[0])
         if token != best:
             behind = (top.values[0] - row[token]).item()
             assert behind < atol, (
@@ -187,10 +201,10 @@ def check(
             )
             near_ties += 1
         largest, entries = max(largest, worst), entries + len(ids)
-    return OracleReport(largest, len(output_ids), entries, sum(1 for _ in victims_of(trace)), spread, near_ties)
+    return largest, entries, near_ties
 
 
-# ---- Sensitivity: traces that are wrong in one place ---------------------------------------------------------------
+# ---- Sensitivity: traces that are wrong in one place -------------------------------------------------------
 
 
 def drop_victim(trace: Trace, victim: Victim) -> Trace:
@@ -223,15 +237,16 @@ def worst_control(
     output_ids: Sequence[int],
     trace: Trace,
     edit: Callable[[Trace, Victim], Trace],
-    candidates: int = 8,
+    candidates: int = 4,
 ) -> Trace:
     """The edited trace that changes the replayed logits most.
 
-    A single victim may have carried hardly any attention, so ``edit`` is tried on ``candidates`` victims spread evenly
-    over the trace (first and last included) and the largest change of any logit wins. Costs a dense pass each.
+    A single victim may have carried hardly any attention, so ``edit`` is tried on ``candidates`` victims,
+    spread evenly over the trace with its first and last, and the largest change of any logit wins: a dense
+    pass each.
     """
     felt = felt_victims(trace)
-    assert felt, "no eviction that a later forward could feel: there is nothing to edit"
+    assert felt, "nothing was evicted that a later forward could miss"
     chosen = {felt[int(i)] for i in torch.linspace(0, len(felt) - 1, min(candidates, len(felt)))}
     truth = replay(model, prompt_ids, output_ids, trace)
 
@@ -249,18 +264,18 @@ def check_sensitivity(
     vllm_logits: Sequence[Mapping[int, float]],
     *,
     atol: float = 1e-3,
-    candidates: int = 8,
+    candidates: int = 4,
 ) -> dict[str, str]:
     """Raise AssertionError unless ``check`` refuses the trace with one victim dropped, and with one shifted.
 
     Returns the message with which each control was refused.
     """
     refusals = {}
-    for name, edit in {"one victim dropped": drop_victim, "one victim evicted a forward late": shift_victim}.items():
+    edits = {"one victim dropped": drop_victim, "one victim evicted a forward late": shift_victim}
+    for name, edit in edits.items():
         control = worst_control(model, prompt_ids, output_ids, trace, edit, candidates)
         try:
-            # With allow_none, the only refusal a control can meet is a difference in the logits.
-            check(model, prompt_ids, output_ids, control, vllm_logits, atol=atol, allow_none=True)
+            _compare(replay(model, prompt_ids, output_ids, control), output_ids, vllm_logits, atol)
         except AssertionError as refusal:
             refusals[name] = str(refusal)
         else:

@@ -1,7 +1,7 @@
 """The oracle agrees with an independent step-by-step run, and it refuses what is wrong."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +27,16 @@ class Run:
     logits: list[dict[int, float]]
 
     def check(self, trace: Trace | None = None, **options: Any) -> oracle.OracleReport:
-        return check(self.model, self.prompt_ids, self.output_ids, trace or self.trace, self.logits, **options)
+        return check(
+            self.model, self.prompt_ids, self.output_ids, trace or self.trace, self.logits, **options
+        )
 
 
 @torch.inference_mode()
 def simulate_life(
     model: Any, prompt_ids: list[int], output_ids: list[int], chunks: list[int], outputs: int, evict_from: int
 ) -> tuple[Incarnation, list[torch.Tensor]]:
-    """Decode greedily until ``outputs`` tokens exist, cutting StreamingLLM victims out of the cache's tensors.
+    """Decode greedily until ``outputs`` tokens exist, cutting StreamingLLM victims out of the cache.
 
     ``chunks`` divide the prefill; eviction down to the budget follows every forward from ``evict_from`` on.
     ``output_ids`` is extended; the logits behind each new output are returned.
@@ -72,15 +74,18 @@ def simulate(model: Any, chunks: list[int], evict_from: int, preempt_at: int | N
     output_ids, lives, logits = list[int](), [], []
     if preempt_at:
         life, rows = simulate_life(model, prompt_ids, output_ids, chunks, preempt_at, evict_from)
-        lives, logits, chunks = [life], rows, [PROMPT + preempt_at]
-    life, rows = simulate_life(model, prompt_ids, output_ids, chunks, OUTPUTS, len(chunks) - 1 if lives else evict_from)
-    logits = [dict(enumerate(row.tolist())) for row in [*logits, *rows]]
-    return Run(model, prompt_ids, output_ids, Trace([*lives, life]), logits)
+        lives, logits, chunks, evict_from = [life], rows, [PROMPT, preempt_at], 1
+    life, rows = simulate_life(model, prompt_ids, output_ids, chunks, OUTPUTS, evict_from)
+    as_reported = [dict(enumerate(row.tolist())) for row in [*logits, *rows]]
+    return Run(model, prompt_ids, output_ids, Trace([*lives, life]), as_reported)
 
 
 @pytest.fixture(scope="module")
-def model(tiny_gqa: Path) -> Any:
-    return load_reference(tiny_gqa)
+def model(tiny_gqa: Path) -> Iterator[Any]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the operations are too small to share, above all on a busy machine
+    yield load_reference(tiny_gqa)
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -91,10 +96,10 @@ def streaming(model: Any) -> Run:
 @pytest.mark.parametrize(
     "settings",
     [
-        dict(chunks=[PROMPT], evict_from=0),
-        dict(chunks=[20, 20, 8], evict_from=2),
-        dict(chunks=[20, 20, 8], evict_from=0),
-        dict(chunks=[20, 20, 8], evict_from=2, preempt_at=9),
+        {"chunks": [PROMPT], "evict_from": 0},
+        {"chunks": [20, 20, 8], "evict_from": 2},
+        {"chunks": [20, 20, 8], "evict_from": 0},
+        {"chunks": [20, 20, 8], "evict_from": 2, "preempt_at": 9},
     ],
     ids=["whole prompt", "chunks, evict at end", "chunks, evict in each", "preempted"],
 )
@@ -131,7 +136,9 @@ def test_one_wrong_victim_in_steady_state_fails_the_check(
 ) -> None:
     """Each single decode-time victim of this run is enough, not only the one that matters most."""
     for victim in [v for v in oracle.felt_victims(streaming.trace) if v.forward > 0]:
-        with pytest.raises(AssertionError, match=r"^output \d+ \(token \d+\): logits differ by .*, allowed 0.001; top-2"):
+        with pytest.raises(
+            AssertionError, match=r"^output \d+ \(token \d+\): logits differ by .*; top-2 gap"
+        ):
             streaming.check(edit(streaming.trace, victim))
 
 
@@ -139,14 +146,16 @@ def test_wrong_reports_are_refused(streaming: Run) -> None:
     best = streaming.output_ids[5]
     logits = [dict(row) for row in streaming.logits]
     logits[5][best] += 0.01
-    run = Run(streaming.model, streaming.prompt_ids, streaming.output_ids, streaming.trace, logits)
-    with pytest.raises(AssertionError, match=rf"^output 5 \(token {best}\): logits differ by 0\.01, allowed 0\.001; top-2"):
+    run = replace(streaming, logits=logits)
+    with pytest.raises(
+        AssertionError, match=r"^output 5 .*: logits differ by 0\.01, allowed 0\.001; top-2 gap"
+    ):
         run.check()
     logits[5][best] = float("nan")
     with pytest.raises(AssertionError, match=r"^output 5 .* differ by nan"):
         run.check()
     del logits[5][best]
-    with pytest.raises(AssertionError, match=rf"^output 5 \(token {best}\): the engine gave no logit for the token it"):
+    with pytest.raises(AssertionError, match=rf"^output 5: the engine gave no logit for token {best}, which"):
         run.check()
     run.logits = streaming.logits[:-1]
     with pytest.raises(AssertionError, match=r"^20 outputs but logits for 19$"):
@@ -157,21 +166,25 @@ def test_another_argmax_is_refused_unless_it_is_a_near_tie(streaming: Run) -> No
     """The last output is fed to no forward, so it can be replaced without touching any logits."""
     top = sorted(streaming.logits[-1].items(), key=lambda item: -item[1])
     (best, high), (second, low) = top[:2]
-    run = Run(streaming.model, streaming.prompt_ids, [*streaming.output_ids[:-1], second], streaming.trace, streaming.logits)
-    with pytest.raises(AssertionError, match=rf"^output 19: token {second} lies [\d.]+ behind the oracle's {best}, allowed"):
+    run = replace(streaming, output_ids=[*streaming.output_ids[:-1], second])
+    with pytest.raises(
+        AssertionError, match=rf"^output 19: token {second} lies .* behind the oracle's {best},"
+    ):
         run.check()
     assert run.check(atol=1.01 * (high - low)).near_ties == 1
 
 
-def test_a_check_that_could_not_fail_is_refused(model: Any, streaming: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_that_could_not_fail_is_refused(
+    model: Any, streaming: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     life = streaming.trace.incarnations[0]
     none = Trace([Incarnation(0, life.new_tokens, [[]] * OUTPUTS)])
-    with pytest.raises(AssertionError, match="^no eviction that a later forward could feel"):
+    with pytest.raises(AssertionError, match=r"^nothing was evicted that a later forward"):
         streaming.check(none)
     late = Trace([Incarnation(0, life.new_tokens, [[]] * (OUTPUTS - 1) + [[5]])])
-    with pytest.raises(AssertionError, match="^no eviction that a later forward could feel"):
+    with pytest.raises(AssertionError, match=r"^nothing was evicted that a later forward"):
         streaming.check(late)
-    with pytest.raises(AssertionError, match="^output 1 .* logits differ"):  # output 0 saw the whole prompt
+    with pytest.raises(AssertionError, match=r"^output 1 .* logits differ"):  # output 0 saw the whole prompt
         streaming.check(none, allow_none=True)
     monkeypatch.setattr(oracle, "replay", lambda *_: 0.1 * replay(*_))
     with pytest.raises(AssertionError, match=r"^logit spread 0\.\d+ is below 1"):
@@ -189,21 +202,39 @@ def test_a_control_needs_somewhere_to_go(streaming: Run) -> None:
         ([], "the trace has no incarnation"),
         ([Incarnation(0, [6, 1, 1], [[], []])], "incarnation 0: 3 forwards but 2 lists of victims"),
         ([Incarnation(6, [1, 1], [[], []])], "incarnation 0: prefix hit 6 of 6 known tokens"),
-        ([Incarnation(0, [6, 1], [[], []])], "last incarnation: 7 tokens computed, expected prompt 6 + outputs 3 - 1"),
+        (
+            [Incarnation(0, [6, 1], [[], []])],
+            "last incarnation: 7 tokens computed, expected prompt 6 + outputs 3 - 1",
+        ),
         ([Incarnation(0, [6, 1, 1, 1], [[]] * 4)], "incarnation 0: 9 tokens computed, at most 8 exist"),
         (
             [Incarnation(0, [4, 3, 1], [[]] * 3)],
             "incarnation 0, forward 1: computes tokens 4 to 6, but only 6 are known",
         ),
-        ([Incarnation(0, [6, 2], [[]] * 2)], "incarnation 0, forward 1: computes tokens 6 to 7, but only 7 are known"),
-        ([Incarnation(0, [6, 0, 1, 1], [[]] * 4)], "incarnation 0, forward 1: computes 0 tokens"),
-        ([Incarnation(0, [6, 1, 1], [[6], [], []])], "incarnation 0, forward 0: victim 6 is not below the current length 6"),
-        ([Incarnation(0, [6, 1, 1], [[-1], [], []])], "incarnation 0, forward 0: victim -1 is not below the current length 6"),
-        ([Incarnation(0, [6, 1, 1], [[2], [2], []])], "incarnation 0, forward 1: victim 2 was already evicted"),
-        ([Incarnation(0, [6, 1, 1], [[2, 2], [], []])], "incarnation 0, forward 0: victim 2 was already evicted"),
         (
-            [Incarnation(0, [6, 1], [[]] * 2), Incarnation(0, [7, 1], [[]] * 2)],
-            "incarnation 1, forward 1: computes tokens 7 to 7, but only 8 are known",
+            [Incarnation(0, [6, 2], [[]] * 2)],
+            "incarnation 0, forward 1: computes tokens 6 to 7, but only 7 are known",
+        ),
+        ([Incarnation(0, [6, 0, 1, 1], [[]] * 4)], "incarnation 0, forward 1: computes 0 tokens"),
+        (
+            [Incarnation(0, [6, 1, 1], [[6], [], []])],
+            "incarnation 0, forward 0: victim 6 is not below the current length 6",
+        ),
+        (
+            [Incarnation(0, [6, 1, 1], [[-1], [], []])],
+            "incarnation 0, forward 0: victim -1 is not below the current length 6",
+        ),
+        (
+            [Incarnation(0, [6, 1, 1], [[2], [2], []])],
+            "incarnation 0, forward 1: victim 2 was already evicted",
+        ),
+        (
+            [Incarnation(0, [6, 1, 1], [[2, 2], [], []])],
+            "incarnation 0, forward 0: victim 2 was already evicted",
+        ),
+        (
+            [Incarnation(0, [6], [[]]), Incarnation(0, [6, 2], [[]] * 2)],
+            "incarnation 1, forward 1: computes tokens 6 to 7, but only 7 are known",
         ),
     ],
 )

@@ -21,9 +21,9 @@ def tiny_llama(
 ) -> Path:
     """Save a float32 Llama with random weights into ``directory`` (no tokenizer) and return the directory.
 
-    Grouped-query attention by default; ``num_kv_heads=num_heads`` is multi-head, ``num_kv_heads=1`` multi-query.
-    The query, key and output weights grow until the logits are spread (standard deviation >= 1) and depend on the
-    context; RuntimeError if that fails.
+    Grouped-query attention by default; ``num_kv_heads=num_heads`` is multi-head, ``num_kv_heads=1`` multi-
+    query. Attention and output weights grow until the logits are spread (standard deviation above 1) and
+    depend on the context; RuntimeError if they never do.
     """
     config = LlamaConfig(
         vocab_size=vocab,
@@ -49,12 +49,12 @@ def tiny_llama(
             model.save_pretrained(directory)
             return Path(directory)
         _scale(model, 1.25)
-    raise RuntimeError(f"no scale makes the logits of the tiny Llama with seed {seed} spread and context-dependent")
+    raise RuntimeError(f"no scale makes the tiny Llama with seed {seed} spread and context-dependent")
 
 
 @torch.inference_mode()
 def _worth_comparing(model: LlamaForCausalLM, probes: torch.Tensor) -> bool:
-    """Whether logits are spread, hiding half the context moves them, and the context alone decides the top token."""
+    """Whether logits are spread, hiding half the context moves them, and context decides the top token."""
     probes = probes.clone()
     probes[:, -1] = 0  # same last token everywhere: only attention can tell the probes apart
     logits = model(probes).logits

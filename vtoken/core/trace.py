@@ -8,12 +8,14 @@ class Incarnation:
     """One life of a request's cache: from empty to the end of the request or to a preemption.
 
     ``new_tokens[i]`` is the number of tokens that forward i computed; ``victims[i]`` are the logical ids evicted
-    right after forward i, so that forward i + 1 is the first one without them.
+    right after forward i, so that forward i + 1 is the first one without them. ``num_blocks[i]`` is the number of
+    blocks that the request held at forward i.
     """
 
     prefix_hit: int = 0
     new_tokens: list[int] = field(default_factory=list)
     victims: list[list[int]] = field(default_factory=list)
+    num_blocks: list[int] = field(default_factory=list)
 
 
 @dataclass

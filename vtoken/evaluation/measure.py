@@ -12,6 +12,10 @@ from vtoken.evaluation.workloads import Workload
 IDLE_STEPS_BEFORE_GIVING_UP = 1000
 
 
+class RunError(RuntimeError):
+    """A request failed, or none could be scheduled; one sentence."""
+
+
 class Snapshot(Protocol):
     """State of the block pool after a step; the last four count from the engine's start."""
 
@@ -48,12 +52,13 @@ class Engine(Protocol):
 class RunResult:
     """The figures of one run. Field names are the keys of the JSON report.
 
-    ``peak_*`` are over all steps. ``mean_blocks`` and ``mean_running`` are means over the steps after which requests
-    were still waiting, when the pool is what limits the run; a load that never waits gets the mean over all steps.
-    ``waste_ratio`` is the mean of F = 1 - live / (held * block size) over all steps that end with blocks held.
-    ``blocks_reclaimed`` counts blocks given back before their request ended. Times to first token count from
-    submission, times per output token are a request's mean after its first token; percentiles are over requests.
-    ``needle_hits`` is the number of hidden numbers found; needles count in no other figure.
+    ``peak_*`` are over all steps. ``mean_blocks`` and ``mean_running`` are means over the steps after which
+    requests were still waiting, when the pool is what limits the run; a load that never waits gets the mean
+    over all steps. ``waste_ratio`` is the mean of F = 1 - live / (held * block size) over all steps that end
+    with blocks held. ``blocks_reclaimed`` counts blocks given back before their request ended. Times to first
+    token count from submission, times per output token are a request's mean after its first token;
+    percentiles are over requests. ``needle_hits`` is the number of hidden numbers found; needles count in no
+    other figure.
     """
 
     peak_blocks: int
@@ -92,8 +97,8 @@ class _Timing:
     submitted: float
     first: float = 0.0
     last: float = 0.0
-    tokens: list[int] | None = None
-    finished: bool = False
+    count: int = 0
+    token_ids: list[int] | None = None  # set when the request has finished
 
 
 def measure(
@@ -115,7 +120,7 @@ def measure(
         clock: seconds.
 
     Raises:
-        RuntimeError: one sentence, if a request fails or none can be scheduled.
+        RunError: a request failed, or none could be scheduled.
     """
     before = engine.snapshot()
     start = clock()
@@ -127,7 +132,7 @@ def measure(
     limited = waiting > 0 if np.any(waiting > 0) else np.ones_like(waiting, dtype=bool)
     occupied = held > 0
     waste = 1.0 - live[occupied] / (held[occupied] * engine.block_size)
-    tokens = np.array([len(timing.tokens or ()) for timing in timings])
+    tokens = np.array([timing.count for timing in timings])
     first = np.array([timing.first - timing.submitted for timing in timings])
     several = tokens > 1
     per_token = np.array([timing.last - timing.first for timing in timings])[several] / (tokens[several] - 1)
@@ -154,7 +159,8 @@ def measure(
 def median_of(results: Sequence[RunResult]) -> RunResult:
     """The median of every figure on its own; counts stay integers where the median is one."""
     medians = {
-        field.name: float(np.median([getattr(result, field.name) for result in results])) for field in fields(RunResult)
+        field.name: float(np.median([getattr(result, field.name) for result in results]))
+        for field in fields(RunResult)
     }
     return RunResult(**{name: _like(getattr(results[0], name), value) for name, value in medians.items()})
 
@@ -169,7 +175,7 @@ def _run(
     report: Callable[[RunProgress], None] | None,
     clock: Callable[[], float],
 ) -> tuple[list[_Timing], list[tuple[int, int, int, int]], float]:
-    """Timings per request, (held, live, running, waiting) after every step, and the time of the last token."""
+    """Timings per request; (held, live, running, waiting) after every step; the time of the last token."""
     timings: dict[str, _Timing] = {}
     for work in workloads:
         timings[work.request_id] = _Timing(submitted=clock())
@@ -181,25 +187,28 @@ def _run(
         now = clock()
         for entry in entries:
             timing = timings[entry.request_id]
-            timing.first = timing.first if timing.tokens else now
+            if timing.count == 0:
+                timing.first = now
             timing.last = now
-            output += len(entry.token_ids) - len(timing.tokens or ())
-            # The engine may hand out the same growing list every step.
-            timing.tokens = list(entry.token_ids)
-            timing.finished = entry.finished
-            done += entry.finished
-            if entry.finished and entry.finish_reason not in ("length", "stop"):
-                raise RuntimeError(f"request {entry.request_id} ended early: {entry.finish_reason}")
+            output += len(entry.token_ids) - timing.count
+            timing.count = len(entry.token_ids)
+            if entry.finished:
+                done += 1
+                timing.token_ids = entry.token_ids
+                if entry.finish_reason not in ("length", "stop"):
+                    raise RunError(f"request {entry.request_id} ended early: {entry.finish_reason}")
         state = engine.snapshot()
         samples.append((state.held_blocks, state.live_tokens, state.running, state.waiting))
         idle = 0 if entries or state.running else idle + 1
         if idle >= IDLE_STEPS_BEFORE_GIVING_UP:
-            raise RuntimeError(f"none of the {state.waiting} waiting requests can be scheduled; use a larger block budget")
+            raise RunError(
+                f"none of the {state.waiting} waiting requests can be scheduled; use a larger block budget"
+            )
         if report:
             report(RunProgress(done, output, state.running, state.held_blocks))
-    missing = [name for name, timing in timings.items() if not timing.finished]
+    missing = [name for name, timing in timings.items() if timing.token_ids is None]
     if missing:
-        raise RuntimeError(f"request {missing[0]} ended without a result ({len(missing)} in all)")
+        raise RunError(f"request {missing[0]} ended without a result ({len(missing)} in all)")
     return list(timings.values()), samples, max(timing.last for timing in timings.values())
 
 
@@ -207,7 +216,7 @@ def _answers(
     engine: Engine, needle: Workload, decode: Callable[[list[int]], str], clock: Callable[[], float]
 ) -> bool:
     timings, _, _ = _run(engine, [needle], None, clock)
-    text = decode(timings[0].tokens or [])
+    text = decode(timings[0].token_ids or [])
     return any(answer in text for answer in needle.answers or ())
 
 

@@ -13,8 +13,8 @@ def read_prompt_file(
     """The requests of a JSON-lines file; blank lines are ignored.
 
     Args:
-        path: each line holds ``prompt`` (text to be continued as it is) or ``messages`` (a conversation for the
-            model's chat template), and optionally ``max_tokens``.
+        path: each line holds ``prompt`` (text to be continued as it is) or ``messages`` (a conversation for
+            the model's chat template), and optionally ``max_tokens``.
         tokenizer: of the model that will be asked.
         context: tokens that the model can hold, prompt and output together.
         max_tokens: for lines that name none.
@@ -28,7 +28,9 @@ def read_prompt_file(
     except FileNotFoundError:
         raise ValueError(f"prompt file {path} does not exist; give the path of a JSON-lines file") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"prompt file {path} cannot be read as UTF-8 text ({error}); give a JSON-lines file") from None
+        raise ValueError(
+            f"prompt file {path} cannot be read as UTF-8 text ({error}); give a JSON-lines file"
+        ) from None
     workloads: list[Workload] = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -40,7 +42,9 @@ def read_prompt_file(
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: {error}") from None
     if not workloads:
-        raise ValueError(f'prompt file {path} holds no request; write one per line, such as {{"prompt": "Hello"}}')
+        raise ValueError(
+            f'prompt file {path} holds no request; write one per line, such as {{"prompt": "Hello"}}'
+        )
     return workloads
 
 
@@ -48,7 +52,9 @@ def _request(line: str, request_id: str, tokenizer: Any, context: int, max_token
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
-        raise ValueError(f"not valid JSON ({error.msg} at column {error.colno}); write one object per line") from None
+        raise ValueError(
+            f"not valid JSON ({error.msg} at column {error.colno}); write one object per line"
+        ) from None
     if not isinstance(record, dict):
         raise ValueError('must be a JSON object such as {"prompt": "Hello"}')
     if ("prompt" in record) == ("messages" in record):
@@ -62,8 +68,8 @@ def _request(line: str, request_id: str, tokenizer: Any, context: int, max_token
         tokens = _message_tokens(record["messages"], tokenizer)
     if len(tokens) + max_tokens > context:
         raise ValueError(
-            f"{len(tokens)} prompt tokens and {max_tokens} output tokens exceed the model's context of {context} "
-            "tokens; shorten the prompt or lower max_tokens"
+            f"{len(tokens)} prompt tokens and {max_tokens} output tokens exceed the model's context of "
+            f"{context} tokens; shorten the prompt or lower max_tokens"
         )
     return Workload(request_id, tokens, max_tokens)
 
@@ -82,8 +88,12 @@ def _message_tokens(messages: Any, tokenizer: Any) -> list[int]:
         and isinstance(message.get("content"), str)
         for message in messages
     ):
-        raise ValueError("'messages' must be a list of objects with the texts 'role' and 'content', and not empty")
+        raise ValueError(
+            "'messages' must be a list of objects with the texts 'role' and 'content', and not empty"
+        )
     try:
         return encode_chat(tokenizer, messages)
     except Exception as error:  # templates are programs of the model's authors and raise what they like
-        raise ValueError(f"the model's chat template refuses these messages ({error}); check the roles") from None
+        raise ValueError(
+            f"the model's chat template refuses these messages ({error}); check the roles"
+        ) from None

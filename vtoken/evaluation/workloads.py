@@ -1,9 +1,11 @@
-"""What the demo asks the model: modules of the running Python's own library, and numbers hidden in their text."""
+"""What the demo asks: what modules of Python's own library do, and which numbers are hidden in their text."""
 
 import importlib.util
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from importlib.abc import InspectLoader
+from pathlib import Path
 from typing import Any
 
 DEMO_REQUESTS = 32
@@ -14,13 +16,13 @@ NEEDLE_PROMPT_TOKENS = range(512, 1537)
 NEEDLE_DEPTHS = (0.05, 0.25, 0.45, 0.65, 0.8, 0.95)
 
 # Pure-Python modules of Python 3.11 to 3.14, each with more text than one prompt takes.
-MODULES = (
-    "argparse ast bdb calendar cmd collections configparser contextlib csv dataclasses difflib dis enum fileinput "
-    "fractions ftplib functools gettext gzip heapq imaplib ipaddress locale logging mailbox mimetypes optparse pdb "
-    "pickle pickletools pkgutil platform plistlib poplib pprint profile pstats queue random selectors shlex shutil "
-    "smtplib socket socketserver ssl statistics subprocess tarfile tempfile textwrap threading tokenize trace "
-    "traceback tracemalloc typing uuid wave weakref webbrowser"
-).split()
+MODULES = """
+argparse ast bdb calendar cmd collections configparser contextlib csv dataclasses difflib dis enum fileinput
+fractions ftplib functools gettext gzip heapq imaplib ipaddress locale logging mailbox mimetypes optparse pdb
+pickle pickletools pkgutil platform plistlib poplib pprint profile pstats queue random selectors shlex shutil
+smtplib socket socketserver ssl statistics subprocess tarfile tempfile textwrap threading tokenize trace
+traceback tracemalloc typing uuid wave weakref webbrowser
+"""
 
 WORDS = ("Cairo", "Oslo", "Lima", "Kyoto", "Quebec", "Nairobi", "London", "Lisbon")
 
@@ -43,7 +45,7 @@ NEEDLE_QUESTION = (
 
 @dataclass(frozen=True)
 class Workload:
-    """One request: prompt tokens, the number of tokens to produce and, for a needle, the answers that count."""
+    """One request: its prompt, how many tokens to produce and, for a needle, the answers that count."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -54,15 +56,12 @@ class Workload:
     def total_tokens(self) -> int:
         return len(self.prompt_token_ids) + self.max_tokens
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
-
-def load_tokenizer(model: str) -> Any:
+def load_tokenizer(model: str | Path) -> Any:
     """The tokenizer in a local model directory."""
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(model, local_files_only=True)
+    return AutoTokenizer.from_pretrained(str(model), local_files_only=True)
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
@@ -71,7 +70,7 @@ def encode(tokenizer: Any, text: str) -> list[int]:
 
 
 def encode_chat(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]:
-    """Token ids of a conversation that waits for the assistant's reply; plain text without a chat template."""
+    """Token ids of a conversation that waits for a reply; without a chat template, of its plain text."""
     return encode(tokenizer, render_chat(tokenizer, messages))
 
 
@@ -86,8 +85,8 @@ def explain_requests(
 ) -> list[Workload]:
     """Requests to explain a module each, with prompts of exactly known length in ``DEMO_PROMPT_TOKENS``.
 
-    The lengths step through that range so that they fall on all residues of a block. Nothing is random: the same
-    Python and tokenizer give the same requests.
+    The lengths step through that range so that they fall on many residues of a block. Nothing is random: the
+    same Python and tokenizer give the same requests.
     """
     passages = _passages(tokenizer, max(DEMO_PROMPT_TOKENS))
     workloads = []
@@ -116,7 +115,9 @@ def needle_requests(tokenizer: Any, prompt_tokens: int, seed: int = 0) -> list[W
         question = encode(tokenizer, NEEDLE_QUESTION.format(word=word))
         room = prompt_tokens - len(intro) - len(needle) - len(question)
         if room < 0:
-            raise ValueError(f"a needle prompt of {prompt_tokens} tokens is too short for its question; use 128 or more")
+            raise ValueError(
+                f"a needle prompt of {prompt_tokens} tokens is too short for its question; use 128 or more"
+            )
         haystack = next(passages)[2][:room]
         cut = round(depth * room)
         prompt = intro + haystack[:cut] + needle + haystack[cut:] + question
@@ -125,17 +126,17 @@ def needle_requests(tokenizer: Any, prompt_tokens: int, seed: int = 0) -> list[W
 
 
 def needle_length(workloads: Sequence[Workload]) -> int:
-    """Prompt length of the needles that go with this load: like its longest prompt, within sensible bounds."""
+    """Prompt length of the needles that go with this load: as its longest prompt, within sensible bounds."""
     longest = max(len(work.prompt_token_ids) for work in workloads)
     return min(max(longest, min(NEEDLE_PROMPT_TOKENS)), max(NEEDLE_PROMPT_TOKENS))
 
 
 def _passages(tokenizer: Any, length: int) -> Iterator[tuple[str, int, list[int]]]:
-    """Endless (module, part, token ids) with ``length`` tokens each: every module's beginning, then the next part."""
+    """(module, part, ``length`` token ids): the first part of every module, then the second of each, ..."""
     part, found = 0, True
     while found:
         found = False
-        for name in MODULES:
+        for name in MODULES.split():
             text = _source(name)
             # A token is at most a few characters; cutting the text first keeps large modules cheap.
             tokens = encode(tokenizer, text[: (part + 1) * length * 8])
@@ -145,15 +146,16 @@ def _passages(tokenizer: Any, length: int) -> Iterator[tuple[str, int, list[int]
                 yield name, part, passage
         part += 1
     raise ValueError(
-        "the source text of this Python's standard library is too short or missing; install it or use --prompts FILE"
+        "this Python's standard library has too little source text for so many requests; use --prompts FILE"
     )
 
 
 def _source(name: str) -> str:
     """A module's text, read without running the module; empty where only compiled files are installed."""
     spec = importlib.util.find_spec(name)
-    loader = spec.loader if spec is not None else None
+    if spec is None or not isinstance(spec.loader, InspectLoader):
+        return ""
     try:
-        return getattr(loader, "get_source")(name) or ""
-    except (AttributeError, OSError, ImportError, SyntaxError, UnicodeDecodeError):
+        return spec.loader.get_source(name) or ""
+    except (OSError, ImportError, SyntaxError, UnicodeDecodeError):
         return ""

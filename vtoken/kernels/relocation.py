@@ -1,11 +1,12 @@
 """Copying tokens' K/V to other slots, in all layers at once."""
 
-import numba
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from vtoken.core.ragged import Ints
+from vtoken.kernels.jit import njit
 from vtoken.kernels.layout import BlockLayout
 
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -24,7 +25,7 @@ def relocate_reference(cache: Tensor, layout: BlockLayout, sources: Tensor, dest
     cache[:, (destinations // size)[:, None], layout.elements[destinations % size]] = values
 
 
-@numba.njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True)
 def _copy_numbers(cache, elements, sources, destinations):  # type: ignore[no-untyped-def]
     size, numbers = elements.shape
     for layer in range(cache.shape[0]):

@@ -113,4 +113,18 @@ def check_supported(vllm_config: Any, config: VTokenConfig) -> None:
             f"vtoken: device '{device}' has not been verified yet; "
             "run on a CPU, or set the option allow_unverified=True to try it."
         )
+    _check_pool(vllm_config)
 
+
+def _check_pool(vllm_config: Any) -> None:
+    """A whole prompt must fit before it can be reduced, so the pool must hold one request of full length."""
+    cache, longest = vllm_config.cache_config, vllm_config.model_config.max_model_len
+    if cache.num_gpu_blocks_override is None:
+        return
+    room = (cache.num_gpu_blocks_override - 1) * cache.block_size  # vLLM keeps one block for itself
+    if room < longest:
+        raise ValueError(
+            f"vtoken: num_gpu_blocks_override={cache.num_gpu_blocks_override} leaves room for {room} tokens, too few "
+            f"for one request of max_model_len={longest}; raise it to at least "
+            f"{-(-longest // cache.block_size) + 1} or lower max_model_len."
+        )

@@ -149,6 +149,8 @@ def make_engine(
         ValueError: one sentence, for a vLLM, an option or a configuration that vtoken does not support.
     """
     check_vllm_version()
+    if os.path.isabs(model) and not os.path.isfile(os.path.join(model, "config.json")):
+        raise ValueError(f"vtoken: there is no model in '{model}'; give a directory that holds a config.json.")
     if vtoken is not None:
         parse_config(vtoken)
         engine_args = {**engine_args, "additional_config": {OPTION: vtoken.model_dump()}}

@@ -181,6 +181,7 @@ class EvictionWorker:
             life = self._traces[self._plan.req_ids[i]].incarnations[-1]
             life.new_tokens.append(int(self._plan.counts.new_tokens[i]))
             life.victims.append(sorted(taken.get(i, [])))
+            life.num_blocks.append(int(self._plan.counts.num_blocks[i]))
 
     def _spend(self, began: float) -> None:
         assert self._report is not None

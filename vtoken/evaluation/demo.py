@@ -1,0 +1,110 @@
+"""The same work twice on the same small block budget: native vLLM, then vLLM with vtoken."""
+
+import time
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from vtoken.evaluation.child import RunSpec, run_child
+from vtoken.evaluation.measure import RunResult, median_of
+from vtoken.evaluation.plan import Plan
+from vtoken.evaluation.report import DemoReport
+
+RUNS = ("native", "vtoken")
+SECONDS_BETWEEN_LOG_LINES = 15.0
+
+
+def check_engine(plan: Plan) -> None:
+    """Start vtoken's engine once and end it: what it refuses is better refused before minutes of native runs.
+
+    Raises:
+        ValueError: one sentence with the reason.
+    """
+    engine_args = plan.engine_args | {"enforce_eager": True}
+    run_child(RunSpec(str(plan.model), engine_args, plan.config), lambda event: None)
+
+
+def run_demo(plan: Plan, repeat: int, console: Console) -> DemoReport:
+    """Run native and vtoken in turn, ``repeat`` times each.
+
+    Raises:
+        ValueError: one sentence, for a configuration that is refused at start-up.
+        RuntimeError: a run broke off.
+    """
+    results: dict[str, list[RunResult]] = {name: [] for name in RUNS}
+    columns = (
+        TextColumn("{task.description:<12}"),
+        BarColumn(bar_width=24),
+        TextColumn("{task.fields[state]}"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console) as bar:
+        for turn in range(repeat):
+            for name in RUNS:
+                label = name if repeat == 1 else f"{name} {turn + 1}/{repeat}"
+                results[name].append(_run(plan, name, _Line(plan, label, bar)))
+    return DemoReport(
+        model=str(plan.model),
+        engine_args=plan.engine_args,
+        vtoken_config=plan.config.model_dump(),
+        block_size=plan.engine_args["block_size"],
+        num_blocks=plan.num_blocks,
+        needles=len(plan.needles),
+        runs={name: median_of(results[name]) for name in RUNS},
+        repeats=[{name: results[name][turn] for name in RUNS} for turn in range(repeat)],
+    )
+
+
+def _run(plan: Plan, name: str, line: "_Line") -> RunResult:
+    """One run in a process of its own."""
+    config = plan.config if name == "vtoken" else None
+    spec = RunSpec(str(plan.model), plan.engine_args, config, plan.workloads, plan.needles)
+    results: list[RunResult] = []
+
+    def on_event(event: dict[str, Any]) -> None:
+        if event["event"] == "started":
+            if event["num_blocks"] != plan.num_blocks:
+                raise RuntimeError(f"vLLM has {event['num_blocks']} blocks instead of {plan.num_blocks}")
+            line.started()
+        elif event["event"] == "progress":
+            line.progress(event)
+        elif event["event"] == "result":
+            results.append(RunResult(**event["result"]))
+
+    try:
+        run_child(spec, on_event)
+    except RuntimeError as error:
+        raise RuntimeError(f"the {name} run broke off: {error}") from None
+    if not results:
+        raise RuntimeError(f"the {name} run ended without a result")
+    line.finished()
+    return results[0]
+
+
+class _Line:
+    """One run's line of progress; in a log file, which shows no moving bar, a plain line now and then."""
+
+    def __init__(self, plan: Plan, label: str, bar: Progress) -> None:
+        self._plan, self._label, self._bar = plan, label, bar
+        self._requests = len(plan.workloads)
+        self._tokens = sum(work.max_tokens for work in plan.workloads)
+        self._task = bar.add_task(label, total=None, state="starting vLLM")
+        self._due = time.monotonic() + SECONDS_BETWEEN_LOG_LINES
+
+    def started(self) -> None:
+        self._bar.reset(self._task, total=self._tokens, state="warming up")
+
+    def progress(self, event: dict[str, Any]) -> None:
+        state = (
+            f"{event['requests_done']}/{self._requests} requests  {event['output_tokens']:,} tokens  "
+            f"{event['running']} running  {event['held_blocks']}/{self._plan.num_blocks} blocks"
+        )
+        self._bar.update(self._task, completed=event["output_tokens"], state=state)
+        if not self._bar.console.is_terminal and time.monotonic() >= self._due:
+            self._due = time.monotonic() + SECONDS_BETWEEN_LOG_LINES
+            self._bar.console.print(f"{self._label}: {state}")
+
+    def finished(self) -> None:
+        state = f"{self._requests}/{self._requests} requests  {self._tokens:,} tokens"
+        self._bar.update(self._task, completed=self._tokens, state=state)

@@ -1,0 +1,149 @@
+"""What the demo is going to run, settled and checked before anything is started."""
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vtoken.config import VTokenConfig
+from vtoken.evaluation.model import model_dtype
+from vtoken.evaluation.prompt_file import read_prompt_file
+from vtoken.evaluation.workloads import (
+    DEMO_OUTPUT_TOKENS,
+    DEMO_REQUESTS,
+    Workload,
+    explain_requests,
+    load_tokenizer,
+    needle_length,
+    needle_requests,
+)
+
+BLOCK_SIZE = 32
+MAX_NUM_SEQS = 64
+FULL_REQUESTS = 4
+
+
+@dataclass(frozen=True)
+class DemoOptions:
+    """The user's wishes; None leaves the choice to the demo.
+
+    Attributes:
+        prompts: JSON-lines file to take the requests from.
+        requests: how many requests; with ``prompts``, only the first so many.
+        max_tokens: output tokens per request; with ``prompts``, for lines that name none.
+        blocks: block budget.
+        eager: leave out vLLM's compilation.
+    """
+
+    prompts: Path | None = None
+    requests: int | None = None
+    max_tokens: int | None = None
+    blocks: int | None = None
+    eager: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The load and the engine it runs on. ``num_blocks`` is what requests can hold."""
+
+    model: Path
+    engine_args: dict[str, Any]
+    config: VTokenConfig
+    workloads: list[Workload]
+    needles: list[Workload]
+    num_blocks: int
+    notes: list[str]
+
+
+def make_plan(model: Path, config: VTokenConfig, options: DemoOptions) -> Plan:
+    """Choose the load and the engine arguments.
+
+    Raises:
+        ValueError: one sentence, for a model, prompts or a block budget that cannot work.
+    """
+    text_config, tokenizer = _load_model_description(model)
+    context = int(text_config.max_position_embeddings)
+    workloads = _load(tokenizer, context, options)
+    needles = needle_requests(tokenizer, needle_length(workloads))
+    longest = max([*workloads, *needles], key=lambda work: work.total_tokens)
+    if longest.total_tokens > context:
+        raise ValueError(
+            f"request {longest.request_id} needs {longest.total_tokens} tokens, but the context of {model} "
+            f"is {context}; use --prompts with shorter prompts, or a model with a longer context"
+        )
+    blocks_per_request = -(-longest.total_tokens // BLOCK_SIZE)
+    num_blocks = FULL_REQUESTS * blocks_per_request if options.blocks is None else options.blocks
+    if num_blocks < blocks_per_request:
+        raise ValueError(
+            f"a block budget of {num_blocks} blocks holds {num_blocks * BLOCK_SIZE} tokens, but request "
+            f"{longest.request_id} alone needs {longest.total_tokens}; "
+            f"use --blocks {blocks_per_request} or more"
+        )
+    notes = []
+    eager = options.eager
+    if not eager and shutil.which(os.environ.get("CXX", "g++")) is None:
+        notes.append("No C++ compiler (g++) was found: running eagerly, without vLLM's compilation.")
+        eager = True
+    dtype = model_dtype()
+    # vLLM keeps one block for itself.
+    pool = num_blocks + 1
+    engine_args: dict[str, Any] = {
+        "dtype": dtype,
+        "block_size": BLOCK_SIZE,
+        "enable_prefix_caching": False,
+        "max_model_len": min(blocks_per_request * BLOCK_SIZE, context),
+        "max_num_seqs": MAX_NUM_SEQS,
+        "num_gpu_blocks_override": pool,
+        # Without it vLLM first insists on most of the machine's memory, however few blocks are asked for.
+        "kv_cache_memory_bytes": pool * _bytes_per_block(text_config, dtype),
+        "distributed_executor_backend": "uni",
+        "seed": 0,
+    }
+    if eager:
+        engine_args["enforce_eager"] = True
+    return Plan(model, engine_args, config, workloads, needles, num_blocks, notes)
+
+
+def check_model_directory(model: Path) -> Path:
+    """Returns the directory. Raises ValueError, in one sentence, unless a model seems to be there."""
+    if not model.is_dir():
+        raise ValueError(
+            f"model directory {model} does not exist; give a folder with config.json and weights"
+        )
+    if not (model / "config.json").is_file():
+        raise ValueError(
+            f"model directory {model} holds no config.json; give a model in Hugging Face's format"
+        )
+    return model
+
+
+def _load_model_description(model: Path) -> tuple[Any, Any]:
+    from transformers import AutoConfig
+
+    check_model_directory(model)
+    try:
+        text_config = AutoConfig.from_pretrained(str(model), local_files_only=True).get_text_config()
+        tokenizer = load_tokenizer(model)
+    except Exception as error:  # transformers raises many kinds for a file that is damaged or missing
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(
+            f"the model in {model} cannot be read ({reason}); check that it is complete"
+        ) from None
+    return text_config, tokenizer
+
+
+def _load(tokenizer: Any, context: int, options: DemoOptions) -> list[Workload]:
+    max_tokens = options.max_tokens or DEMO_OUTPUT_TOKENS
+    if options.prompts is not None:
+        return read_prompt_file(options.prompts, tokenizer, context, max_tokens, options.requests)
+    return explain_requests(tokenizer, options.requests or DEMO_REQUESTS, max_tokens)
+
+
+def _bytes_per_block(text_config: Any, dtype: str) -> int:
+    """K and V of all layers and KV heads for one block."""
+    query_heads = text_config.num_attention_heads
+    heads = getattr(text_config, "num_key_value_heads", None) or query_heads
+    head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // query_heads
+    element = 4 if dtype == "float32" else 2
+    return int(2 * text_config.num_hidden_layers * heads * head_dim * element * BLOCK_SIZE)
