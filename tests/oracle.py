@@ -71,18 +71,13 @@ def check_trace(trace: Trace, prompt_length: int, num_outputs: int) -> None:
         assert len(life.victims) == len(life.new_tokens), (
             f"incarnation {i}: {len(life.new_tokens)} forwards but {len(life.victims)} lists of victims"
         )
-        assert 0 <= life.prefix_hit < known, (
-            f"incarnation {i}: prefix hit {life.prefix_hit} of {known} known tokens"
-        )
-        assert length(life) <= total, (
-            f"incarnation {i}: {length(life)} tokens computed, at most {total} exist"
-        )
+        assert 0 <= life.prefix_hit < known, f"incarnation {i}: prefix hit {life.prefix_hit} of {known} known tokens"
+        assert length(life) <= total, f"incarnation {i}: {length(life)} tokens computed, at most {total} exist"
         _check_life(life, i, known)
         known = max(known, length(life) + 1)
     computed = length(trace.incarnations[-1])
     assert computed == total, (
-        f"last incarnation: {computed} tokens computed,"
-        f" expected prompt {prompt_length} + outputs {num_outputs} - 1"
+        f"last incarnation: {computed} tokens computed, expected prompt {prompt_length} + outputs {num_outputs} - 1"
     )
 
 
@@ -118,9 +113,7 @@ def visibility(life: Incarnation) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def masked_logits(
-    model: Any, token_ids: Sequence[int], visible: torch.Tensor, rows: torch.Tensor
-) -> torch.Tensor:
+def masked_logits(model: Any, token_ids: Sequence[int], visible: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """Logits [rows, vocab] of one dense pass; ``visible``: bool [tokens, tokens]; ``rows``: positions."""
     mask = torch.zeros(visible.shape).masked_fill_(~visible, torch.finfo(torch.float32).min)
     hidden = model.model(

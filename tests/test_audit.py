@@ -20,7 +20,7 @@ def ints(*values: int) -> np.ndarray:
 
 @pytest.fixture
 def table() -> TokenTable:
-    """Row 0: request a, ten tokens in blocks 7, 2, 5, of which 1 and 4 are dead. Row 1: request b, four tokens."""
+    """Row 0, request a: ten tokens in blocks 7, 2, 5, of which 1 and 4 are dead. Row 1, request b: four tokens."""
     table = TokenTable(S)
     for req_id, blocks, count in (("a", [7, 2, 5], 10), ("b", [3, 0, 0], 4)):
         row = table.add_request(req_id)
@@ -31,9 +31,7 @@ def table() -> TokenTable:
 
 
 def plan_of(table: TokenTable, moves: list[tuple[int, int, int]], keep: list[int]) -> Plan:
-    rows, sources, destinations = (
-        (ints(*column) for column in zip(*moves, strict=True)) if moves else [ints()] * 3
-    )
+    rows, sources, destinations = (ints(*column) for column in zip(*moves, strict=True)) if moves else [ints()] * 3
     return Plan(ints(*range(len(keep))), Moves(rows, sources, destinations), ints(*keep))
 
 
@@ -111,9 +109,7 @@ class TestConservation:
     def test_a_lost_token_is_named(self, table: TokenTable) -> None:
         before = audit.live_ids(table)
         table.evict_tokens(ints(0, 1), ints(9, 0))
-        with pytest.raises(
-            InvariantViolation, match=re.escape("I1: request a lost tokens [9] and gained tokens []")
-        ):
+        with pytest.raises(InvariantViolation, match=re.escape("I1: request a lost tokens [9] and gained tokens []")):
             audit.check_conservation(before, table)
 
     def test_a_token_that_came_back_is_named(self, table: TokenTable) -> None:

@@ -108,14 +108,10 @@ class TestRefusals:
 
     def test_a_request_below_the_floor_gets_the_sentence_the_configuration_would(self) -> None:
         config = VTokenConfig(sinks=2, recent=8, interval=3)
-        assert request_refusal({"vtoken.budget": 12}, config) == refusal(
-            budget=12, sinks=2, recent=8, interval=3
-        )
+        assert request_refusal({"vtoken.budget": 12}, config) == refusal(budget=12, sinks=2, recent=8, interval=3)
 
     def test_an_unknown_policy(self) -> None:
-        with pytest.raises(
-            ValueError, match=r"^vtoken: unknown policy 'h2o'; the policies are .*streaming_llm.*\.$"
-        ):
+        with pytest.raises(ValueError, match=r"^vtoken: unknown policy 'h2o'; the policies are .*streaming_llm.*\.$"):
             load_policy("h2o")
         with pytest.raises(
             ValueError, match=r"^vtoken: unknown policy 'streamingllm'; did you mean 'streaming_llm'\?$"
@@ -164,9 +160,7 @@ class TestAccepted:
         assert resolve_budget(config, RequestOptions(), 90) == 1
         assert resolve_budget(VTokenConfig(budget=1.0, sinks=0, recent=0), RequestOptions(), 90) == 90
 
-    @pytest.mark.parametrize(
-        "extra_args", [None, {}, {"temperature": 1}, {"vtoken": 3}, {"other.budget": "x"}]
-    )
+    @pytest.mark.parametrize("extra_args", [None, {}, {"temperature": 1}, {"vtoken": 3}, {"other.budget": "x"}])
     def test_other_extra_args_are_none_of_our_business(self, extra_args: dict[str, object] | None) -> None:
         assert RequestOptions.from_extra_args(extra_args, VTokenConfig()).budget is None
 

@@ -22,7 +22,9 @@ S = 32
 )
 def test_the_oracle_agrees_on_a_tiny_model(tiny_gqa: Path, config: VTokenConfig, engine_args: dict) -> None:
     jobs = [Job(f"r{n}", p, 24) for n, p in enumerate(prompts((300, 77, 129, 128, 40), 512))]
-    with running(tiny_gqa, config.model_copy(update={"record_trace": True}), skip_tokenizer_init=True, **engine_args) as engine:
+    with running(
+        tiny_gqa, config.model_copy(update={"record_trace": True}), skip_tokenizer_init=True, **engine_args
+    ) as engine:
         answers = generate(engine, jobs, logprobs=-1)
         traces = engine.take_traces()
     model = oracle.load_reference(tiny_gqa)
@@ -33,9 +35,7 @@ def test_the_oracle_agrees_on_a_tiny_model(tiny_gqa: Path, config: VTokenConfig,
         )
         assert report.entries == 24 * 512
     longest = jobs[0]
-    oracle.check_sensitivity(
-        model, longest.prompt, answers["r0"].token_ids, traces["r0"], answers["r0"].logits
-    )
+    oracle.check_sensitivity(model, longest.prompt, answers["r0"].token_ids, traces["r0"], answers["r0"].logits)
 
 
 @pytest.mark.slow
@@ -50,17 +50,13 @@ def test_the_oracle_agrees_on_the_real_model(smollm2: Path) -> None:
         answer = answers[job.name]
         report = oracle.check(model, job.prompt, answer.token_ids, traces[job.name], answer.logits)
         assert report.evictions == len(job.prompt) - 127 + 47
-        oracle.check_sensitivity(
-            model, job.prompt, answer.token_ids, traces[job.name], answer.logits, candidates=3
-        )
+        oracle.check_sensitivity(model, job.prompt, answer.token_ids, traces[job.name], answer.logits, candidates=3)
 
 
 def test_every_forward_is_dense_at_true_positions(tiny_gqa: Path) -> None:
     """Prompt length and budget run through all residues of the block size together, one request each."""
     decoded = 6
-    jobs = [
-        Job(f"r{i}", p, decoded, budget=64 + i) for i, p in enumerate(prompts([128 + i for i in range(S)], 512))
-    ]
+    jobs = [Job(f"r{i}", p, decoded, budget=64 + i) for i, p in enumerate(prompts([128 + i for i in range(S)], 512))]
     with running(tiny_gqa, VTokenConfig(budget=64), skip_tokenizer_init=True, num_gpu_blocks_override=257) as engine:
         watch = ForwardWatch(engine)
         generate(engine, jobs)

@@ -7,7 +7,9 @@ from engines import Job, block_counts, generate, prompts, running
 
 from vtoken.config import VTokenConfig
 
-JOBS = [Job(f"r{n}", p, 40, budget=b) for (n, p), b in zip(enumerate(prompts((300, 129, 64), 512)), (64, 0.5, 48))]  # noqa: B905
+BUDGETS = (64, 0.5, 48)
+PROMPTS = prompts((300, 129, 64), 512)
+JOBS = [Job(f"r{n}", PROMPTS[n], 40, budget=BUDGETS[n]) for n in range(3)]
 
 
 def one_at_a_time(model: Path, **options: object) -> dict[str, tuple[list[int], list[int]]]:

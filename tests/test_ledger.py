@@ -58,16 +58,14 @@ class Driver:
             int(counts.next_tokens[0]),
             int(counts.epoch[0]),
         )
-        assert physical == forward.attended, (
-            "blocks would be allocated for another length than the forward attends"
-        )
+        assert physical == forward.attended, "blocks are allocated for another length than is attended"
         self.known += complete
         return forward
 
     def prefill(self, chunk: int) -> list[Forward]:
-        forwards = []
-        while self.computed < self.known:
-            forwards.append(self.step(min(chunk, self.known - self.computed)))
+        forwards, end = [], self.known
+        while self.computed < end:
+            forwards.append(self.step(min(chunk, end - self.computed)))
         return forwards
 
     def decode(self, tokens: int) -> list[Forward]:

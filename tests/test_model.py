@@ -240,9 +240,7 @@ def test_the_cache_directory_follows_the_environment(monkeypatch: pytest.MonkeyP
     assert cache_directory() == tmp_path / "elsewhere"
 
 
-def test_without_a_home_the_cache_is_among_the_temporary_files(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_without_a_home_the_cache_is_among_the_temporary_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def no_home() -> Path:
         raise RuntimeError("Could not determine home directory.")
 

@@ -27,9 +27,7 @@ class Run:
     logits: list[dict[int, float]]
 
     def check(self, trace: Trace | None = None, **options: Any) -> oracle.OracleReport:
-        return check(
-            self.model, self.prompt_ids, self.output_ids, trace or self.trace, self.logits, **options
-        )
+        return check(self.model, self.prompt_ids, self.output_ids, trace or self.trace, self.logits, **options)
 
 
 @torch.inference_mode()
@@ -136,9 +134,7 @@ def test_one_wrong_victim_in_steady_state_fails_the_check(
 ) -> None:
     """Each single decode-time victim of this run is enough, not only the one that matters most."""
     for victim in [v for v in oracle.felt_victims(streaming.trace) if v.forward > 0]:
-        with pytest.raises(
-            AssertionError, match=r"^output \d+ \(token \d+\): logits differ by .*; top-2 gap"
-        ):
+        with pytest.raises(AssertionError, match=r"^output \d+ \(token \d+\): logits differ by .*; top-2 gap"):
             streaming.check(edit(streaming.trace, victim))
 
 
@@ -147,9 +143,7 @@ def test_wrong_reports_are_refused(streaming: Run) -> None:
     logits = [dict(row) for row in streaming.logits]
     logits[5][best] += 0.01
     run = replace(streaming, logits=logits)
-    with pytest.raises(
-        AssertionError, match=r"^output 5 .*: logits differ by 0\.01, allowed 0\.001; top-2 gap"
-    ):
+    with pytest.raises(AssertionError, match=r"^output 5 .*: logits differ by 0\.01, allowed 0\.001; top-2 gap"):
         run.check()
     logits[5][best] = float("nan")
     with pytest.raises(AssertionError, match=r"^output 5 .* differ by nan"):
@@ -167,16 +161,12 @@ def test_another_argmax_is_refused_unless_it_is_a_near_tie(streaming: Run) -> No
     top = sorted(streaming.logits[-1].items(), key=lambda item: -item[1])
     (best, high), (second, low) = top[:2]
     run = replace(streaming, output_ids=[*streaming.output_ids[:-1], second])
-    with pytest.raises(
-        AssertionError, match=rf"^output 19: token {second} lies .* behind the oracle's {best},"
-    ):
+    with pytest.raises(AssertionError, match=rf"^output 19: token {second} lies .* behind the oracle's {best},"):
         run.check()
     assert run.check(atol=1.01 * (high - low)).near_ties == 1
 
 
-def test_a_check_that_could_not_fail_is_refused(
-    model: Any, streaming: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_check_that_could_not_fail_is_refused(model: Any, streaming: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     life = streaming.trace.incarnations[0]
     none = Trace([Incarnation(0, life.new_tokens, [[]] * OUTPUTS)])
     with pytest.raises(AssertionError, match=r"^nothing was evicted that a later forward"):

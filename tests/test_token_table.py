@@ -1,4 +1,4 @@
-"""The map from logical tokens to slots: exact positions, slots and counts, and refusals that change nothing."""
+"""The map from logical tokens to slots: exact positions, slots and counts; a refusal changes nothing."""
 
 import numpy as np
 import pytest
@@ -88,9 +88,7 @@ class TestAppending:
     def test_rows_may_come_in_any_order(self) -> None:
         table = TokenTable(S)
         first, second = table.add_request("a"), table.add_request("b")
-        slots = table.sync_new_tokens(
-            ints(second, first), np.array([[9], [3]], dtype=np.int32), ints(1, 1), ints(1, 3)
-        )
+        slots = table.sync_new_tokens(ints(second, first), np.array([[9], [3]], dtype=np.int32), ints(1, 1), ints(1, 3))
         assert slots.tolist() == [36, 12, 13, 14]
         assert (table.slot("b", 0), table.slot("a", 2)) == (36, 14)
 
@@ -171,9 +169,7 @@ class TestEvicting:
         audit.check_mapping(table)
 
     @pytest.mark.parametrize("tokens", [(10,), (-1,), (3, 99), (2, 2), (5, 3, 5)])
-    def test_a_token_that_is_not_there_or_named_twice(
-        self, table: TokenTable, tokens: tuple[int, ...]
-    ) -> None:
+    def test_a_token_that_is_not_there_or_named_twice(self, table: TokenTable, tokens: tuple[int, ...]) -> None:
         before = state(table)
         with pytest.raises(ValueError):
             evict(table, "a", *tokens)
@@ -187,9 +183,7 @@ class TestEvicting:
         assert state(table) == before
 
     def test_a_token_that_never_was_is_named(self, table: TokenTable) -> None:
-        with pytest.raises(
-            ValueError, match=r"^token 10 of row \d+ does not exist, so it cannot be evicted$"
-        ):
+        with pytest.raises(ValueError, match=r"^token 10 of row \d+ does not exist, so it cannot be evicted$"):
             evict(table, "a", 10)
 
 

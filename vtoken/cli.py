@@ -44,20 +44,14 @@ def demo(
         typer.Option(help="JSON lines with 'prompt' or 'messages'; else modules of Python's library."),
     ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")] = None,
-    model: Annotated[
-        Path | None, typer.Option(help="Model directory; else SmolLM2-135M, fetched once.")
-    ] = None,
+    model: Annotated[Path | None, typer.Option(help="Model directory; else SmolLM2-135M, fetched once.")] = None,
     requests: Annotated[int | None, typer.Option(min=1, help="Number of requests.")] = None,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Output tokens per request.")] = None,
     blocks: Annotated[int | None, typer.Option(min=1, help="Block budget; else four full requests.")] = None,
-    repeat: Annotated[
-        int, typer.Option(min=1, help="Runs of each kind, in turn; the table shows medians.")
-    ] = 1,
+    repeat: Annotated[int, typer.Option(min=1, help="Runs of each kind, in turn; the table shows medians.")] = 1,
     eager: Annotated[bool, typer.Option("--eager", help="Leave out vLLM's compilation.")] = False,
     policy: Annotated[str | None, typer.Option(help="Which tokens may be forgotten.")] = None,
-    budget: Annotated[
-        str | None, typer.Option(help="Tokens kept (512), or a share of the prompt (0.25).")
-    ] = None,
+    budget: Annotated[str | None, typer.Option(help="Tokens kept (512), or a share of the prompt (0.25).")] = None,
     sinks: Annotated[int | None, typer.Option(help="Leading tokens that are never evicted.")] = None,
     recent: Annotated[int | None, typer.Option(help="Newest tokens that are never evicted.")] = None,
     interval: Annotated[int | None, typer.Option(help="Evict every so many tokens.")] = None,
@@ -77,22 +71,22 @@ def demo(
     raise typer.Exit(code)
 
 
-def _demo(
-    settings: dict[str, Any], options: Any, model: Path | None, json_file: Path | None, repeat: int
-) -> int:
+def _demo(settings: dict[str, Any], options: Any, model: Path | None, json_file: Path | None, repeat: int) -> int:
     """Check everything, run, report. Returns the exit code; ValueError for what the user has to change."""
     config = parse_settings(settings)
     if json_file is not None:
         check_writable(json_file)
     if options.prompts is not None and not options.prompts.is_file():
-        raise ValueError(f"prompt file {options.prompts} does not exist; give the path of a JSON-lines file")
+        raise ValueError(f"prompt file {options.prompts} does not exist; give the path of a JSON-lines file.")
     from vtoken.evaluation.demo import check_engine, run_demo
     from vtoken.evaluation.plan import check_model_directory, make_plan
     from vtoken.evaluation.report import table, write_json
 
+    if model is not None:
+        check_model_directory(model)
     check_vllm()
     console = Console()
-    plan = make_plan(check_model_directory(model) if model is not None else _own_model(), config, options)
+    plan = make_plan(model or _own_model(), config, options)
     for note in plan.notes:
         console.print(note)
     console.print(f"{plan.model}: {len(plan.workloads)} requests, then {len(plan.needles)} needles")
@@ -105,7 +99,7 @@ def _demo(
     if json_file is not None:
         write_json(report, json_file)
     if report.nothing_evicted:
-        typer.echo("vtoken: nothing was evicted; use longer prompts or a smaller --budget", err=True)
+        typer.echo("vtoken: nothing was evicted; use longer prompts or a smaller --budget.", err=True)
         return FAILED
     return 0
 
@@ -143,9 +137,7 @@ def check_writable(path: Path) -> None:
     """Raises ValueError, in one sentence, unless a file can be written there."""
     folder = path.parent
     if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
-        raise ValueError(
-            f"JSON file {path} cannot be written; give a file name in an existing, writable folder"
-        )
+        raise ValueError(f"JSON file {path} cannot be written; give a file name in an existing, writable folder.")
 
 
 def _own_model() -> Path:

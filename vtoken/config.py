@@ -66,7 +66,9 @@ class VTokenConfig(_Options):
     sinks: int = Field(4, ge=0, description="Leading tokens that are never evicted.")
     recent: int = Field(32, ge=0, description="Newest tokens that are never evicted.")
     interval: int = Field(
-        1, ge=1, description="Evict whenever the length after the prompt reaches a multiple of this many tokens."
+        1,
+        ge=1,
+        description="Evict whenever the length after the prompt reaches a multiple of this many tokens.",
     )
     reclaim: Literal["fill"] = Field(
         "fill", description="How holes become free blocks: 'fill' keeps every request dense."
@@ -74,9 +76,7 @@ class VTokenConfig(_Options):
     prefill_evict: Literal["end"] = Field("end", description="When the prompt is reduced: 'end', once it is whole.")
     record_trace: bool = Field(False, description="Keep each request's forwards and victims, for replay in tests.")
 
-    allow_unverified: bool = Field(
-        False, description="Also run where vtoken's tests have not been yet: on a GPU."
-    )
+    allow_unverified: bool = Field(False, description="Also run where vtoken's tests have not been yet: on a GPU.")
 
     @property
     def protected(self) -> int:

@@ -125,7 +125,13 @@ class LengthLedger:
         num_blocks = self._blocks_for(attended)
         ends_prefill, decodes = complete & self.prefilling[rows], ~self.prefilling[rows]
         evict = eviction_counts(
-            attended, logical_length, self.prompt_length[rows], self.budget[rows], ends_prefill, decodes, self.interval
+            attended,
+            logical_length,
+            self.prompt_length[rows],
+            self.budget[rows],
+            ends_prefill,
+            decodes,
+            self.interval,
         )
         reduced = evict > 0
         # The next forward decodes one token: its slot is kept, so that steady decoding allocates nothing.

@@ -227,7 +227,16 @@ class TokenTable:
 
     def _grow_rows(self) -> None:
         old = len(self.length)
-        for name in ("physical_of", "logical_at", "blocks", "live_in_block", "length", "num_live", "num_blocks", "epoch"):
+        for name in (
+            "physical_of",
+            "logical_at",
+            "blocks",
+            "live_in_block",
+            "length",
+            "num_live",
+            "num_blocks",
+            "epoch",
+        ):
             array = getattr(self, name)
             fill = HOLE if name in ("physical_of", "logical_at") else 0
             setattr(self, name, np.concatenate([array, np.full_like(array, fill)]))
@@ -257,5 +266,3 @@ def _has_duplicates(rows: Ints, columns: Ints) -> bool:
         return False
     keys = rows * (int(columns.max()) + 1) + columns
     return len(np.unique(keys)) != len(keys)
-
-

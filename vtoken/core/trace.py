@@ -1,6 +1,8 @@
 """What happened to one request, in a form from which its attention can be replayed without vtoken."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass
@@ -23,3 +25,8 @@ class Trace:
     """The lives of one request's cache, more than one if it was preempted and recomputed."""
 
     incarnations: list[Incarnation] = field(default_factory=list)
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> "Trace":
+        """Undo ``dataclasses.asdict``: between processes only plain containers keep their type."""
+        return cls([Incarnation(**life) for life in plain["incarnations"]])

@@ -50,9 +50,7 @@ def environment(*, plugin: bool) -> dict[str, str]:
     }
 
 
-def run_child(
-    spec: RunSpec, on_event: Callable[[dict[str, Any]], None], command: Sequence[str] = RUN_ONE
-) -> None:
+def run_child(spec: RunSpec, on_event: Callable[[dict[str, Any]], None], command: Sequence[str] = RUN_ONE) -> None:
     """Run ``spec`` to its end and pass its events on.
 
     Raises:
@@ -79,9 +77,7 @@ def run_child(
             raise RuntimeError(f"the process ended with exit code {code}\n{_tail(stderr)}".strip())
 
 
-def _listen(
-    process: "subprocess.Popen[str]", spec: RunSpec, on_event: Callable[[dict[str, Any]], None]
-) -> str:
+def _listen(process: "subprocess.Popen[str]", spec: RunSpec, on_event: Callable[[dict[str, Any]], None]) -> str:
     """Pass events on until the run closes its stdout; returns what it said about breaking off, if it did."""
     assert process.stdin is not None
     assert process.stdout is not None

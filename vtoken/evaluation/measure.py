@@ -159,8 +159,7 @@ def measure(
 def median_of(results: Sequence[RunResult]) -> RunResult:
     """The median of every figure on its own; counts stay integers where the median is one."""
     medians = {
-        field.name: float(np.median([getattr(result, field.name) for result in results]))
-        for field in fields(RunResult)
+        field.name: float(np.median([getattr(result, field.name) for result in results])) for field in fields(RunResult)
     }
     return RunResult(**{name: _like(getattr(results[0], name), value) for name, value in medians.items()})
 
@@ -201,9 +200,7 @@ def _run(
         samples.append((state.held_blocks, state.live_tokens, state.running, state.waiting))
         idle = 0 if entries or state.running else idle + 1
         if idle >= IDLE_STEPS_BEFORE_GIVING_UP:
-            raise RunError(
-                f"none of the {state.waiting} waiting requests can be scheduled; use a larger block budget"
-            )
+            raise RunError(f"none of the {state.waiting} waiting requests can be scheduled; use a larger block budget.")
         if report:
             report(RunProgress(done, output, state.running, state.held_blocks))
     missing = [name for name, timing in timings.items() if timing.token_ids is None]
@@ -212,9 +209,7 @@ def _run(
     return list(timings.values()), samples, max(timing.last for timing in timings.values())
 
 
-def _answers(
-    engine: Engine, needle: Workload, decode: Callable[[list[int]], str], clock: Callable[[], float]
-) -> bool:
+def _answers(engine: Engine, needle: Workload, decode: Callable[[list[int]], str], clock: Callable[[], float]) -> bool:
     timings, _, _ = _run(engine, [needle], None, clock)
     text = decode(timings[0].token_ids or [])
     return any(answer in text for answer in needle.answers or ())

@@ -70,7 +70,7 @@ def make_plan(model: Path, config: VTokenConfig, options: DemoOptions) -> Plan:
     if longest.total_tokens > context:
         raise ValueError(
             f"request {longest.request_id} needs {longest.total_tokens} tokens, but the context of {model} "
-            f"is {context}; use --prompts with shorter prompts, or a model with a longer context"
+            f"is {context}; use --prompts with shorter prompts, or a model with a longer context."
         )
     blocks_per_request = -(-longest.total_tokens // BLOCK_SIZE)
     num_blocks = FULL_REQUESTS * blocks_per_request if options.blocks is None else options.blocks
@@ -78,7 +78,7 @@ def make_plan(model: Path, config: VTokenConfig, options: DemoOptions) -> Plan:
         raise ValueError(
             f"a block budget of {num_blocks} blocks holds {num_blocks * BLOCK_SIZE} tokens, but request "
             f"{longest.request_id} alone needs {longest.total_tokens}; "
-            f"use --blocks {blocks_per_request} or more"
+            f"use --blocks {blocks_per_request} or more."
         )
     notes = []
     eager = options.eager
@@ -108,13 +108,9 @@ def make_plan(model: Path, config: VTokenConfig, options: DemoOptions) -> Plan:
 def check_model_directory(model: Path) -> Path:
     """Returns the directory. Raises ValueError, in one sentence, unless a model seems to be there."""
     if not model.is_dir():
-        raise ValueError(
-            f"model directory {model} does not exist; give a folder with config.json and weights"
-        )
+        raise ValueError(f"model directory {model} does not exist; give a folder with config.json and weights.")
     if not (model / "config.json").is_file():
-        raise ValueError(
-            f"model directory {model} holds no config.json; give a model in Hugging Face's format"
-        )
+        raise ValueError(f"model directory {model} holds no config.json; give a model in Hugging Face's format.")
     return model
 
 
@@ -127,9 +123,7 @@ def _load_model_description(model: Path) -> tuple[Any, Any]:
         tokenizer = load_tokenizer(model)
     except Exception as error:  # transformers raises many kinds for a file that is damaged or missing
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ValueError(
-            f"the model in {model} cannot be read ({reason}); check that it is complete"
-        ) from None
+        raise ValueError(f"the model in {model} cannot be read ({reason}); check that it is complete.") from None
     return text_config, tokenizer
 
 

@@ -26,10 +26,10 @@ def read_prompt_file(
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
-        raise ValueError(f"prompt file {path} does not exist; give the path of a JSON-lines file") from None
+        raise ValueError(f"prompt file {path} does not exist; give the path of a JSON-lines file.") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(
-            f"prompt file {path} cannot be read as UTF-8 text ({error}); give a JSON-lines file"
+            f"prompt file {path} cannot be read as UTF-8 text ({error}); give a JSON-lines file."
         ) from None
     workloads: list[Workload] = []
     for number, line in enumerate(lines, start=1):
@@ -42,9 +42,7 @@ def read_prompt_file(
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: {error}") from None
     if not workloads:
-        raise ValueError(
-            f'prompt file {path} holds no request; write one per line, such as {{"prompt": "Hello"}}'
-        )
+        raise ValueError(f'prompt file {path} holds no request; write one per line, such as {{"prompt": "Hello"}}.')
     return workloads
 
 
@@ -52,16 +50,14 @@ def _request(line: str, request_id: str, tokenizer: Any, context: int, max_token
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
-        raise ValueError(
-            f"not valid JSON ({error.msg} at column {error.colno}); write one object per line"
-        ) from None
+        raise ValueError(f"not valid JSON ({error.msg} at column {error.colno}); write one object per line.") from None
     if not isinstance(record, dict):
-        raise ValueError('must be a JSON object such as {"prompt": "Hello"}')
+        raise ValueError('must be a JSON object such as {"prompt": "Hello"}.')
     if ("prompt" in record) == ("messages" in record):
-        raise ValueError("must have either 'prompt' or 'messages'; add one of them and not both")
+        raise ValueError("must have either 'prompt' or 'messages'; add one of them and not both.")
     max_tokens = record.get("max_tokens", max_tokens)
     if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 1:
-        raise ValueError(f"'max_tokens' is {max_tokens!r}; it must be a positive integer")
+        raise ValueError(f"'max_tokens' is {max_tokens!r}; it must be a positive integer.")
     if "prompt" in record:
         tokens = _prompt_tokens(record["prompt"], tokenizer)
     else:
@@ -69,31 +65,25 @@ def _request(line: str, request_id: str, tokenizer: Any, context: int, max_token
     if len(tokens) + max_tokens > context:
         raise ValueError(
             f"{len(tokens)} prompt tokens and {max_tokens} output tokens exceed the model's context of "
-            f"{context} tokens; shorten the prompt or lower max_tokens"
+            f"{context} tokens; shorten the prompt or lower max_tokens."
         )
     return Workload(request_id, tokens, max_tokens)
 
 
 def _prompt_tokens(prompt: Any, tokenizer: Any) -> list[int]:
     if not isinstance(prompt, str) or not prompt:
-        raise ValueError("'prompt' must be a text that is not empty")
+        raise ValueError("'prompt' must be a text that is not empty.")
     return list(tokenizer(prompt)["input_ids"])
 
 
 def _message_tokens(messages: Any, tokenizer: Any) -> list[int]:
     well_formed = isinstance(messages, list) and bool(messages)
     if not well_formed or not all(
-        isinstance(message, dict)
-        and isinstance(message.get("role"), str)
-        and isinstance(message.get("content"), str)
+        isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
         for message in messages
     ):
-        raise ValueError(
-            "'messages' must be a list of objects with the texts 'role' and 'content', and not empty"
-        )
+        raise ValueError("'messages' must be a list of objects with the texts 'role' and 'content', and not empty.")
     try:
         return encode_chat(tokenizer, messages)
     except Exception as error:  # templates are programs of the model's authors and raise what they like
-        raise ValueError(
-            f"the model's chat template refuses these messages ({error}); check the roles"
-        ) from None
+        raise ValueError(f"the model's chat template refuses these messages ({error}); check the roles.") from None

@@ -31,7 +31,7 @@ ROWS = (
 
 @dataclass(frozen=True)
 class DemoReport:
-    """Everything the demo found out. ``runs`` has the medians of ``repeats``; ``needles`` counts questions."""
+    """All that the demo found out. ``runs`` has the medians of ``repeats``; ``needles`` counts questions."""
 
     model: str
     engine_args: dict[str, Any]

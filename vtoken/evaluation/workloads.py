@@ -116,7 +116,7 @@ def needle_requests(tokenizer: Any, prompt_tokens: int, seed: int = 0) -> list[W
         room = prompt_tokens - len(intro) - len(needle) - len(question)
         if room < 0:
             raise ValueError(
-                f"a needle prompt of {prompt_tokens} tokens is too short for its question; use 128 or more"
+                f"a needle prompt of {prompt_tokens} tokens is too short for its question; use 128 or more."
             )
         haystack = next(passages)[2][:room]
         cut = round(depth * room)
@@ -146,7 +146,7 @@ def _passages(tokenizer: Any, length: int) -> Iterator[tuple[str, int, list[int]
                 yield name, part, passage
         part += 1
     raise ValueError(
-        "this Python's standard library has too little source text for so many requests; use --prompts FILE"
+        "this Python's standard library has too little source text for so many requests; use --prompts FILE."
     )
 
 

@@ -1,6 +1,5 @@
 """Copying tokens' K/V to other slots, in all layers at once."""
 
-
 import numpy as np
 import torch
 from torch import Tensor

@@ -54,30 +54,33 @@ REFUSALS = (
     Refusal(
         "context parallelism",
         "set decode_context_parallel_size=1 and prefill_context_parallel_size=1",
-        lambda c: c.parallel_config.decode_context_parallel_size > 1
-        or c.parallel_config.prefill_context_parallel_size > 1,
+        lambda c: (
+            c.parallel_config.decode_context_parallel_size > 1 or c.parallel_config.prefill_context_parallel_size > 1
+        ),
     ),
     Refusal("data parallelism", "set data_parallel_size=1", lambda c: c.parallel_config.data_parallel_size > 1),
     Refusal("dual-batch overlap", "set enable_dbo=False", lambda c: c.parallel_config.enable_dbo),
-    Refusal(
-        "priority scheduling", "set scheduling_policy='fcfs'", lambda c: c.scheduler_config.policy != "fcfs"
-    ),
+    Refusal("priority scheduling", "set scheduling_policy='fcfs'", lambda c: c.scheduler_config.policy != "fcfs"),
     Refusal("sleep mode", "set enable_sleep_mode=False", lambda c: c.model_config.enable_sleep_mode),
-    Refusal(
-        "prompt embeddings", "set enable_prompt_embeds=False", lambda c: c.model_config.enable_prompt_embeds
-    ),
+    Refusal("prompt embeddings", "set enable_prompt_embeds=False", lambda c: c.model_config.enable_prompt_embeds),
     Refusal("a pooling model", "serve a text-generation model", lambda c: c.model_config.runner_type != "generate"),
     Refusal("an encoder-decoder model", "serve a decoder-only model", lambda c: c.model_config.is_encoder_decoder),
     Refusal("a multimodal model", "serve a text-only model", lambda c: c.model_config.is_multimodal_model),
     Refusal("M-RoPE", "serve a text-only model", lambda c: c.model_config.uses_mrope),
     Refusal("multi-head latent attention", "serve a model with MHA, MQA or GQA", lambda c: c.model_config.use_mla),
-    Refusal("a hybrid or attention-free model", "serve a model with full attention", lambda c: c.model_config.is_hybrid),
+    Refusal(
+        "a hybrid or attention-free model",
+        "serve a model with full attention",
+        lambda c: c.model_config.is_hybrid,
+    ),
     Refusal("sliding-window attention", "serve a model with full attention", _window),
     Refusal(
         "ALiBi",
         "serve a model with rotary positions",
-        lambda c: getattr(c.model_config.hf_text_config, "alibi", False)
-        or getattr(c.model_config.hf_text_config, "position_embedding_type", "") == "alibi",
+        lambda c: (
+            getattr(c.model_config.hf_text_config, "alibi", False)
+            or getattr(c.model_config.hf_text_config, "position_embedding_type", "") == "alibi"
+        ),
     ),
     Refusal(
         "KV sharing across layers",
@@ -85,19 +88,24 @@ REFUSALS = (
         lambda c: getattr(c.model_config.hf_text_config, "num_kv_shared_layers", 0),
     ),
     Refusal(
-        "a quantized KV cache", "set kv_cache_dtype='auto'", lambda c: c.cache_config.cache_dtype not in ("auto", "bfloat16")
+        "a quantized KV cache",
+        "set kv_cache_dtype='auto'",
+        lambda c: c.cache_config.cache_dtype not in ("auto", "bfloat16"),
     ),
     Refusal(
         "another worker class",
         "remove worker_cls",
-        lambda c: str(c.parallel_config.worker_cls) not in _STOCK_WORKERS
-        and not str(c.parallel_config.worker_cls).startswith(_OURS),
+        lambda c: (
+            str(c.parallel_config.worker_cls) not in _STOCK_WORKERS
+            and not str(c.parallel_config.worker_cls).startswith(_OURS)
+        ),
     ),
     Refusal(
         "another scheduler class",
         "remove scheduler_cls",
-        lambda c: c.scheduler_config.scheduler_cls is not None
-        and not str(c.scheduler_config.scheduler_cls).startswith(_OURS),
+        lambda c: (
+            c.scheduler_config.scheduler_cls is not None and not str(c.scheduler_config.scheduler_cls).startswith(_OURS)
+        ),
     ),
 )
 

@@ -5,7 +5,9 @@ Written against vLLM 0.32. A new vLLM version is a change of this file.
 
 from collections.abc import Mapping
 from copy import copy
-from typing import Any
+from dataclasses import asdict
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -30,6 +32,11 @@ from vtoken.vllm_plugin.protocol import StepPlan, StepReport
 from vtoken.vllm_plugin.scheduler import EvictionScheduler, ReclamationStats, ScheduledStep
 from vtoken.vllm_plugin.worker import EvictionWorker
 
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner as _Runner
+else:
+    _Runner = object  # a mixin: the runner that it extends differs between CPU and GPU
+
 logger = init_logger(__name__)
 
 
@@ -39,7 +46,7 @@ def settings_of(vllm_config: Any) -> VTokenConfig:
 
 def plan_of(output: SchedulerOutput) -> StepPlan:
     """The plan that rides on a scheduler's output; both are pickled together where processes differ."""
-    return output.vtoken_plan  # type: ignore[attr-defined]
+    return output.vtoken_plan
 
 
 def register_spec() -> None:
@@ -90,7 +97,7 @@ class VTokenScheduler(Scheduler):
         finally:
             self._scheduling = False
         requests = [self.requests[req_id] for req_id in output.num_scheduled_tokens]
-        output.vtoken_plan = self.vtoken.plan(  # type: ignore[attr-defined]
+        output.vtoken_plan = self.vtoken.plan(
             ScheduledStep(
                 list(output.num_scheduled_tokens),
                 output.num_scheduled_tokens.values(),
@@ -132,25 +139,25 @@ class VTokenScheduler(Scheduler):
         return super()._request_blocks_can_be_freed(request)
 
 
-class EvictingRunner:
+class EvictingRunner(_Runner):
     """Mixin over vLLM's V1 model runner, the same for CPU and GPU."""
 
     vtoken: EvictionWorker
 
-    def get_kv_cache_spec(self: Any) -> dict[str, KVCacheSpec]:
+    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         register_spec()
-        specs = super().get_kv_cache_spec()  # type: ignore[misc]
+        specs = super().get_kv_cache_spec()
         return {name: _evictable(name, spec) for name, spec in specs.items()}
 
-    def initialize_kv_cache(self: Any, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any) -> None:
-        super().initialize_kv_cache(kv_cache_config, *args, **kwargs)  # type: ignore[misc]
+    def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any) -> None:
+        super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
         (group,) = self.kv_cache_config.kv_cache_groups
         layers = self.compilation_config.static_forward_context
         relocate = _relocator([layers[name] for name in group.layer_names], group.kv_cache_spec)
         self.vtoken = EvictionWorker(settings_of(self.vllm_config), group.kv_cache_spec.block_size, relocate)
         self._vtoken_truncations: list[tuple[str, int]] = []
 
-    def execute_model(self: Any, scheduler_output: SchedulerOutput, intermediate_tensors: Any = None) -> Any:
+    def execute_model(self, scheduler_output: SchedulerOutput, intermediate_tensors: Any = None) -> Any:
         # Before anything else reads or grows a block list: zeroing and input preparation run inside.
         self._vtoken_truncate()
         resumed = scheduler_output.scheduled_cached_reqs.resumed_req_ids
@@ -159,17 +166,17 @@ class EvictingRunner:
             ended=[*scheduler_output.finished_req_ids, *(scheduler_output.preempted_req_ids or ())],
             started=[*(new.req_id for new in scheduler_output.scheduled_new_reqs), *resumed],
         )
-        output = super().execute_model(scheduler_output, intermediate_tensors)  # type: ignore[misc]
+        output = super().execute_model(scheduler_output, intermediate_tensors)
         if output is None:
             self._vtoken_truncations = self.vtoken.evict()
             return None
         return self._vtoken_with_report(output)
 
-    def sample_tokens(self: Any, grammar_output: Any) -> Any:
-        return self._vtoken_with_report(super().sample_tokens(grammar_output))  # type: ignore[misc]
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        return self._vtoken_with_report(super().sample_tokens(grammar_output))
 
-    def _prepare_inputs(self: Any, scheduler_output: SchedulerOutput, num_scheduled_tokens: Any) -> Any:
-        prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)  # type: ignore[misc]
+    def _prepare_inputs(self, scheduler_output: SchedulerOutput, num_scheduled_tokens: Any) -> Any:
+        prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
         index_of, table = self.input_batch.req_id_to_index, self.input_batch.block_table[0]
         place = self.vtoken.place_tokens(
             np.array([index_of[req_id] for req_id in plan_of(scheduler_output).req_ids], dtype=np.int64),
@@ -185,7 +192,7 @@ class EvictingRunner:
         table.slot_mapping.gpu[tokens.to(self.device)] = slots.to(self.device)
         return prepared
 
-    def _vtoken_truncate(self: Any) -> None:
+    def _vtoken_truncate(self) -> None:
         table = self.input_batch.block_table[0]
         for req_id, keep in self._vtoken_truncations:
             request = self.requests.get(req_id)
@@ -197,7 +204,7 @@ class EvictingRunner:
                 table.num_blocks_per_row[row] = keep
         self._vtoken_truncations = []
 
-    def _vtoken_with_report(self: Any, output: Any) -> Any:
+    def _vtoken_with_report(self, output: Any) -> Any:
         output = copy(output)  # an empty output is a singleton that all steps share
         output.vtoken_report = self.vtoken.take_report()
         return output
@@ -216,14 +223,12 @@ def _relocator(layers: list[Any], spec: EvictableAttentionSpec) -> Relocator:
     """View all layers as one tensor [layers, blocks, numbers per block], and probe where a token's numbers lie."""
     caches = sorted((layer.kv_cache for layer in layers), key=lambda cache: cache.data_ptr())
     first, numbers = caches[0], caches[0][0].numel()
-    steps = {b.storage_offset() - a.storage_offset() for a, b in zip(caches, caches[1:], strict=False)}
+    steps = {b.storage_offset() - a.storage_offset() for a, b in pairwise(caches)}
     if len(steps) > 1 or len({cache.untyped_storage().data_ptr() for cache in caches}) > 1:
         raise ValueError(
             "vtoken: the layers' KV caches are not evenly spaced in one allocation; remove VLLM_KV_CACHE_LAYOUT."
         )
-    every = first.as_strided(
-        (len(caches), first.shape[0], numbers), (steps.pop() if steps else 0, first.stride(0), 1)
-    )
+    every = first.as_strided((len(caches), first.shape[0], numbers), (steps.pop() if steps else 0, first.stride(0), 1))
     layer = layers[0]
 
     def write(key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
@@ -232,6 +237,11 @@ def _relocator(layers: list[Any], spec: EvictableAttentionSpec) -> Relocator:
 
     scratch = torch.empty_strided((1, *first.shape[1:]), first.stride(), dtype=first.dtype, device=first.device)
     return Relocator(every, probe_layout(write, scratch, spec.num_kv_heads, spec.head_size))
+
+
+def _plain_traces(runner: Any) -> dict[str, dict[str, Any]]:
+    traces: dict[str, Trace] = runner.vtoken.take_traces()
+    return {req_id: asdict(trace) for req_id, trace in traces.items()}
 
 
 if current_platform.is_cpu():
@@ -247,14 +257,14 @@ if current_platform.is_cpu():
         def init_device(self) -> None:
             # The stock worker names its runner class in a module global and nowhere else.
             stock = cpu_worker.CPUModelRunner
-            cpu_worker.CPUModelRunner = VTokenCPUModelRunner  # type: ignore[misc]
+            cpu_worker.CPUModelRunner = VTokenCPUModelRunner
             try:
                 super().init_device()
             finally:
-                cpu_worker.CPUModelRunner = stock  # type: ignore[misc]
+                cpu_worker.CPUModelRunner = stock
 
-        def take_vtoken_traces(self) -> dict[str, Trace]:
-            return self.model_runner.vtoken.take_traces()  # type: ignore[attr-defined]
+        def take_vtoken_traces(self) -> dict[str, dict[str, Any]]:
+            return _plain_traces(self.model_runner)
 
 else:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -268,5 +278,5 @@ else:
         def _make_model_runner(self) -> Any:
             return VTokenGPUModelRunner(self.vllm_config, self.device)
 
-        def take_vtoken_traces(self) -> dict[str, Trace]:
-            return self.model_runner.vtoken.take_traces()  # type: ignore[attr-defined]
+        def take_vtoken_traces(self) -> dict[str, dict[str, Any]]:
+            return _plain_traces(self.model_runner)

@@ -119,7 +119,7 @@ class Engine:
     def take_traces(self) -> dict[str, Trace]:
         """Traces by request id, and forget them. Needs ``VTokenConfig(record_trace=True)``."""
         (traces,) = self._engine.collective_rpc("take_vtoken_traces")
-        return {self._external_id.get(req_id, req_id): trace for req_id, trace in traces.items()}
+        return {self._external_id.get(r, r): Trace.from_dict(trace) for r, trace in traces.items()}
 
     def shutdown(self) -> None:
         self._engine.engine_core.shutdown()

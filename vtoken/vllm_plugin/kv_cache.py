@@ -51,9 +51,7 @@ class EvictableAttentionManager(FullAttentionManager):
         self.ledger.expect_prefill(request_id, num_tokens)
         return needed + self.ledger.committed_growth()
 
-    def allocate_new_blocks(
-        self, request_id: str, num_tokens: int, num_tokens_main_model: int
-    ) -> list[KVCacheBlock]:
+    def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[KVCacheBlock]:
         blocks = super().allocate_new_blocks(
             request_id,
             self.ledger.physical_length(request_id, num_tokens),

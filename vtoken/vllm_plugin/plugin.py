@@ -66,7 +66,7 @@ def register() -> None:
             configure(vllm_config, options)
 
     setattr(check_and_update_config, _MARK, True)
-    platform.check_and_update_config = classmethod(check_and_update_config)  # type: ignore[method-assign, assignment]
+    platform.check_and_update_config = classmethod(check_and_update_config)
 
 
 def requested_options(vllm_config: Any) -> Mapping[str, Any] | VTokenConfig | None:
@@ -118,4 +118,4 @@ def _validate_requests(config: VTokenConfig) -> None:
         RequestOptions.from_extra_args(getattr(params, "extra_args", None), config)
 
     setattr(validate_request, _MARK, stock)
-    platform.validate_request = classmethod(validate_request)  # type: ignore[method-assign, assignment]
+    platform.validate_request = classmethod(validate_request)

@@ -40,7 +40,6 @@ class StepReport:
         errors: one sentence per request that must end; all others go on.
         freed: block ids per request together with the epoch they belong to, in modes where the worker alone
             knows which blocks became empty.
-        hook_seconds, relocation_seconds: time of this step spent in vtoken's part of the worker.
     """
 
     step: int
@@ -48,5 +47,3 @@ class StepReport:
     moved: int = 0
     errors: dict[str, str] = field(default_factory=dict)
     freed: dict[str, tuple[int, list[int]]] = field(default_factory=dict)
-    hook_seconds: float = 0.0
-    relocation_seconds: float = 0.0

@@ -3,7 +3,6 @@
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -16,13 +15,11 @@ from vtoken.vllm_plugin.protocol import StepPlan, StepReport
 
 @dataclass
 class ReclamationStats:
-    """Totals since start-up, over all requests. Times in seconds, of scheduler and worker together."""
+    """Totals since start-up, over all requests."""
 
     tokens_evicted: int = 0
     tokens_moved: int = 0
     blocks_reclaimed: int = 0
-    hook_seconds: float = 0.0
-    relocation_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -70,9 +67,7 @@ class EvictionScheduler:
         """Tokens with a slot, over all requests."""
         return self._ledger.live_tokens()
 
-    def admit(
-        self, req_id: str, prompt_length: int, max_tokens: int, extra_args: Mapping[str, Any] | None
-    ) -> None:
+    def admit(self, req_id: str, prompt_length: int, max_tokens: int, extra_args: Mapping[str, Any] | None) -> None:
         """Fix the limits of a request on arrival. Raises ValueError, in one sentence, for bad settings."""
         options = RequestOptions.from_extra_args(extra_args, self._config)
         budget = resolve_budget(self._config, options, prompt_length)
@@ -88,7 +83,6 @@ class EvictionScheduler:
 
     def plan(self, scheduled: ScheduledStep) -> StepPlan:
         """State what each request computes and forgets in this step, and cut its block list to what it keeps."""
-        began = perf_counter()
         counts = self._ledger.schedule(
             scheduled.req_ids,
             np.fromiter(scheduled.new_tokens, dtype=np.int64),
@@ -100,7 +94,6 @@ class EvictionScheduler:
             released += self._truncate(scheduled.req_ids[index], int(counts.keep_blocks[index]))
         self._step += 1
         self._in_flight.append((self._step, released))
-        self.stats.hook_seconds += perf_counter() - began
         return StepPlan(self._step, scheduled.req_ids, counts)
 
     def settle(self, plan: StepPlan, report: StepReport | None) -> dict[str, str]:
@@ -109,7 +102,6 @@ class EvictionScheduler:
         Raises:
             RuntimeError: a step's report is missing, late or doubled, so that no count can be trusted.
         """
-        began = perf_counter()
         step, released = self._in_flight.popleft()
         if step != plan.step or (report is not None and report.step != step):
             reported = report.step if report is not None else None
@@ -121,7 +113,4 @@ class EvictionScheduler:
         if report is not None:
             self.stats.tokens_evicted += report.evicted
             self.stats.tokens_moved += report.moved
-            self.stats.hook_seconds += report.hook_seconds
-            self.stats.relocation_seconds += report.relocation_seconds
-        self.stats.hook_seconds += perf_counter() - began
         return report.errors if report is not None else {}

@@ -2,8 +2,6 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from time import perf_counter
-
 
 import numpy as np
 from numpy.typing import NDArray
@@ -70,7 +68,9 @@ class EvictionWorker:
                 self._traces.setdefault(req_id, Trace()).incarnations.append(Incarnation())
         self._plan, self._report = plan, StepReport(plan.step)
 
-    def place_tokens(self, index: Ints, batch_blocks: NDArray[np.int32], batch_num_blocks: Ints, starts: Ints) -> Placement:
+    def place_tokens(
+        self, index: Ints, batch_blocks: NDArray[np.int32], batch_num_blocks: Ints, starts: Ints
+    ) -> Placement:
         """Register the step's tokens and say where they are written.
 
         Args:
@@ -80,7 +80,6 @@ class EvictionWorker:
             starts: first place of each request of the batch in its flat token arrays, shape [batch].
         """
         assert self._plan is not None
-        began = perf_counter()
         plan, counts = self._plan, self._plan.counts
         rows = self.table.rows(plan.req_ids)
         num_blocks = batch_num_blocks[index].astype(np.int64)
@@ -91,7 +90,6 @@ class EvictionWorker:
         placement = Placement(
             index, self.table.num_live[self._rows], ranges(starts[index], counts.new_tokens[ok]), slots
         )
-        self._spend(began)
         return placement
 
     def evict(self) -> list[tuple[str, int]]:
@@ -101,14 +99,12 @@ class EvictionWorker:
             (request, blocks it keeps) for every request that gives blocks back.
         """
         assert self._plan is not None and self._report is not None
-        began = perf_counter()
         counts = self._plan.counts
         dying = self._healthy[counts.evict[self._healthy] > 0]
         victims = self._choose_victims(dying) if len(dying) else np.empty(0, dtype=np.int64)
         released = self._forget(dying, victims) if len(dying) else []
         if self._config.record_trace:
             self._record(dying, victims)
-        self._spend(began)
         return released
 
     def take_report(self) -> StepReport:
@@ -163,10 +159,8 @@ class EvictionWorker:
         table.evict_tokens(np.repeat(rows, evict), victims)
         plan = self._reclamation.plan(rows, evict, counts.next_tokens[dying])
         if len(plan.moves):
-            began = perf_counter()
             moves = plan.moves
             self._relocate(table.slots(moves.rows, moves.sources), table.slots(moves.rows, moves.destinations))
-            self._report.relocation_seconds += perf_counter() - began
         self._reclamation.commit(plan)
         self._report.evicted += len(victims)
         self._report.moved += len(plan.moves)
@@ -182,9 +176,3 @@ class EvictionWorker:
             life.new_tokens.append(int(self._plan.counts.new_tokens[i]))
             life.victims.append(sorted(taken.get(i, [])))
             life.num_blocks.append(int(self._plan.counts.num_blocks[i]))
-
-    def _spend(self, began: float) -> None:
-        assert self._report is not None
-        self._report.hook_seconds += perf_counter() - began
-
-
