@@ -109,7 +109,10 @@ class RequestOptions(_Options):
         }
         request = cls(**options)
         if isinstance(request.budget, int):
-            check_budget_floor(request.budget, config)
+            try:
+                check_budget_floor(request.budget, config)
+            except ValueError as error:
+                raise ValueError(f"vtoken: {error}.") from None
         return request
 
 

@@ -96,10 +96,16 @@ class LengthLedger:
         """The request now holds this many blocks."""
         self.blocks[self._row_of[req_id]] = blocks
 
-    def expect_prefill(self, req_id: str, tokens: int) -> None:
-        """The request is about to compute a prefill of this many tokens before it can be reduced."""
+    def expect_prefill(self, req_id: str, tokens: int) -> int:
+        """The request is about to compute a prefill of this many tokens before it can be reduced.
+
+        Returns:
+            the most blocks that it will ever hold; 0 if it has no budget, since nobody can know.
+        """
         row = self._row_of[req_id]
-        self.peak_blocks[row] = self._blocks_for(np.maximum(tokens, self.budget[row])) if self.budget[row] else 0
+        if self.budget[row]:
+            self.peak_blocks[row] = self._blocks_for(np.maximum(tokens, self.budget[row]))
+        return int(self.peak_blocks[row])
 
     def committed_growth(self) -> int:
         """Blocks that admitted requests with a budget will still take before they are full-grown.

@@ -70,6 +70,10 @@ class TokenTable:
         """The row of each request, shape [R]. Raises KeyError for a request that has none."""
         return np.array([self._row_of[req_id] for req_id in req_ids], dtype=np.int64)
 
+    def find_rows(self, req_ids: Iterable[str]) -> Ints:
+        """The row of each request, shape [R], -1 for one that has none."""
+        return np.array([self._row_of.get(req_id, -1) for req_id in req_ids], dtype=np.int64)
+
     def slots(self, rows: Ints, positions: Ints) -> Ints:
         """Physical positions, row by row, to slots of the pool: block * S + offset, shape [N]."""
         blocks = self.blocks[rows, positions // self.block_size].astype(np.int64)
@@ -126,11 +130,11 @@ class TokenTable:
             counts: new tokens per request, shape [R].
         """
         self._grow_columns(int((self.length[rows] + counts).max(initial=0)), int(num_blocks.max(initial=0)))
-        self._adopt_blocks(rows, block_table, num_blocks)
         first = self.num_live[rows]
         recycling = (counts == 1) & (self.epoch[rows] > 0)
         first[recycling] = self._lowest_hole(rows[recycling])
-        self._require_room(rows, first, counts, recycling)
+        self._require_room(rows, first + counts, num_blocks, ~recycling)
+        self._adopt_blocks(rows, block_table, num_blocks)
 
         owner = np.repeat(rows, counts)
         positions = ranges(first, counts)
@@ -203,8 +207,6 @@ class TokenTable:
 
     def _adopt_blocks(self, rows: Ints, block_table: NDArray[np.int32], num_blocks: Ints) -> None:
         grown = num_blocks - self.num_blocks[rows]
-        if (grown < 0).any():
-            raise ValueError("a request cannot lose blocks while it registers new tokens")
         if grown.any():
             source, column = np.repeat(np.arange(len(rows)), grown), ranges(self.num_blocks[rows], grown)
             self.blocks[rows[source], column] = block_table[source, column]
@@ -217,11 +219,12 @@ class TokenTable:
         width = int(self.num_live[rows].max()) + 1
         return np.argmax(self.logical_at[rows, :width] == HOLE, axis=1)
 
-    def _require_room(self, rows: Ints, first: Ints, counts: Ints, recycling: NDArray[np.bool_]) -> None:
-        if (first + counts > self.num_blocks[rows] * self.block_size).any():
+    def _require_room(self, rows: Ints, end: Ints, num_blocks: Ints, appending: NDArray[np.bool_]) -> None:
+        if (num_blocks < self.num_blocks[rows]).any():
+            raise ValueError("a request cannot lose blocks while it registers new tokens")
+        if (end > num_blocks * self.block_size).any():
             raise ValueError("the blocks of a request do not hold its new tokens")
-        appending = np.flatnonzero(~recycling & (self.epoch[rows] > 0))
-        for row in rows[appending]:  # several tokens after an eviction: rare, and never in steady decode
+        for row in rows[appending & (self.epoch[rows] > 0)]:  # several tokens after an eviction: not in steady decode
             if (self.logical_at[row, : self.num_live[row]] == HOLE).any():
                 raise ValueError("several tokens can only be appended to a request without holes")
 

@@ -100,6 +100,8 @@ class _Line:
             f"{event['requests_done']}/{self._requests} requests  {event['output_tokens']:,} tokens  "
             f"{event['running']} running  {event['held_blocks']}/{self._plan.num_blocks} blocks"
         )
+        if event["requests_done"] == self._requests:
+            state = f"asking {len(self._plan.needles)} needles"
         self._bar.update(self._task, completed=event["output_tokens"], state=state)
         if not self._bar.console.is_terminal and time.monotonic() >= self._due:
             self._due = time.monotonic() + SECONDS_BETWEEN_LOG_LINES

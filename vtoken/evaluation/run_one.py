@@ -68,12 +68,12 @@ def _warm_up(engine: Any, work: Workload) -> None:
 
 
 def _rarely(report: Callable[[RunProgress], None]) -> Callable[[RunProgress], None]:
-    """Pass on one report in every ``SECONDS_BETWEEN_REPORTS``."""
+    """Pass on one report in every ``SECONDS_BETWEEN_REPORTS``, and the last one."""
     due = 0.0
 
     def maybe(progress: RunProgress) -> None:
         nonlocal due
-        if time.monotonic() >= due:
+        if time.monotonic() >= due or not progress.running:
             due = time.monotonic() + SECONDS_BETWEEN_REPORTS
             report(progress)
 

@@ -71,6 +71,7 @@ class VTokenScheduler(Scheduler):
             config, manager.ledger, manager.truncate, self.kv_cache_manager.block_pool.free_blocks
         )
         self._scheduling = False
+        self._ending: set[str] = set()
 
     def add_request(self, request: Request) -> None:
         known = request.request_id in self.requests
@@ -79,6 +80,8 @@ class VTokenScheduler(Scheduler):
             return
         params = request.sampling_params
         try:
+            if request.resumable:
+                raise ValueError("vtoken: streaming sessions are not supported yet; send the whole prompt at once.")
             self.vtoken.admit(
                 request.request_id,
                 request.num_prompt_tokens,
@@ -111,11 +114,11 @@ class VTokenScheduler(Scheduler):
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         report: StepReport | None = getattr(model_runner_output, "vtoken_report", None)
-        errors = self.vtoken.settle(plan_of(scheduler_output), report)
-        for req_id in errors:
+        self._end_with_error(self.vtoken.settle(plan_of(scheduler_output), report))
+        for req_id in self._ending & model_runner_output.req_id_to_index.keys():
             # What a request sampled from a cache that is not its own must not be seen.
             model_runner_output.sampled_token_ids[model_runner_output.req_id_to_index[req_id]] = []
-        self._end_with_error(errors)
+        self._ending.clear()
         return super().update_from_output(scheduler_output, model_runner_output)
 
     def vtoken_stats(self) -> ReclamationStats:
@@ -126,6 +129,7 @@ class VTokenScheduler(Scheduler):
             if req_id in self.requests:
                 logger.error("%s", sentence)
                 self.grammar_compile_error_reqs.add(req_id)
+                self._ending.add(req_id)
 
     def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
         result = super()._free_request(request, delay_free_blocks)

@@ -31,10 +31,10 @@ class EvictableAttentionManager(FullAttentionManager):
         apply_admission_cap: bool = False,
         prefill_end: int = 0,
     ) -> int:
-        """Blocks to allocate; at admission plus those that admitted requests were promised.
+        """Blocks to allocate; at admission all that the request will ever take, and what others were promised.
 
-        A request with a budget never outgrows it, so what the running ones will still take is known. Keeping it
-        free means that admitting a request preempts none of them.
+        A request with a budget never outgrows it, so what it and the running ones will still take is known.
+        Keeping that free means that no admission leads to a preemption.
         """
         needed = super().get_num_blocks_to_allocate(
             request_id,
@@ -48,8 +48,8 @@ class EvictableAttentionManager(FullAttentionManager):
         )
         if not apply_admission_cap:
             return needed
-        self.ledger.expect_prefill(request_id, num_tokens)
-        return needed + self.ledger.committed_growth()
+        peak = self.ledger.expect_prefill(request_id, num_tokens)
+        return max(needed, peak) + self.ledger.committed_growth()
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[KVCacheBlock]:
         blocks = super().allocate_new_blocks(

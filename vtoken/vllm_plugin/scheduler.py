@@ -102,6 +102,8 @@ class EvictionScheduler:
         Raises:
             RuntimeError: a step's report is missing, late or doubled, so that no count can be trusted.
         """
+        if not self._in_flight:
+            raise RuntimeError(f"vtoken: a result of step {plan.step} arrived when no step was under way")
         step, released = self._in_flight.popleft()
         if step != plan.step or (report is not None and report.step != step):
             reported = report.step if report is not None else None

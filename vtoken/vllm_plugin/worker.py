@@ -21,10 +21,11 @@ Relocate = Callable[[Ints, Ints], None]
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the tokens of a forward go, for the requests that passed the step's checks.
+    """Where the tokens of a forward go.
 
     ``index`` [R] are the requests' places in the batch, ``length`` [R] their tokens in the cache including the new
-    ones, ``tokens`` and ``slots`` [N] the new tokens' places in the batch's flat arrays and their slots.
+    ones, for those requests that passed the step's checks. ``tokens`` and ``slots`` [N] are the new tokens' places in
+    the batch's flat arrays and their slots; tokens of the other requests go to vLLM's null block, which nobody reads.
     """
 
     index: Ints
@@ -52,7 +53,6 @@ class EvictionWorker:
         self._plan: StepPlan | None = None
         self._report: StepReport | None = None
         self._healthy = np.empty(0, dtype=np.int64)
-        self._rows = np.empty(0, dtype=np.int64)
 
     def begin_step(self, plan: StepPlan, ended: Iterable[str], started: Iterable[str]) -> None:
         """Take up a plan. ``ended`` requests lost their cache; ``started`` ones begin with an empty one.
@@ -81,16 +81,17 @@ class EvictionWorker:
         """
         assert self._plan is not None
         plan, counts = self._plan, self._plan.counts
-        rows = self.table.rows(plan.req_ids)
+        rows = self.table.find_rows(plan.req_ids)
         num_blocks = batch_num_blocks[index].astype(np.int64)
-        self._healthy = self._check(rows, num_blocks)
-        ok = self._healthy
-        self._rows, index = rows[ok], index[ok]
-        slots = self.table.sync_new_tokens(self._rows, batch_blocks[index], num_blocks[ok], counts.new_tokens[ok])
-        placement = Placement(
-            index, self.table.num_live[self._rows], ranges(starts[index], counts.new_tokens[ok]), slots
-        )
-        return placement
+        wrong = self._check(rows, num_blocks)
+        ok, failed = np.flatnonzero(~wrong), index[wrong]
+        self._healthy, rows, index = ok, rows[ok], index[ok]
+        slots = self.table.sync_new_tokens(rows, batch_blocks[index], num_blocks[ok], counts.new_tokens[ok])
+        tokens, length = ranges(starts[index], counts.new_tokens[ok]), self.table.num_live[rows]
+        if len(failed):
+            stray = ranges(starts[failed], counts.new_tokens[wrong])
+            tokens, slots = np.concatenate([tokens, stray]), np.concatenate([slots, np.zeros_like(stray)])
+        return Placement(index, length, tokens, slots)
 
     def evict(self) -> list[tuple[str, int]]:
         """After the forward: choose victims, fill holes, release blocks.
@@ -120,22 +121,19 @@ class EvictionWorker:
 
     # -- inside -----------------------------------------------------------------------------------------------
 
-    def _check(self, rows: Ints, num_blocks: Ints) -> Ints:
-        """Compare (tokens, epoch, blocks) with the plan; indices of the requests for which they agree."""
+    def _check(self, rows: Ints, num_blocks: Ints) -> NDArray[np.bool_]:
+        """Compare (tokens, epoch, blocks) with the plan; which requests differ, shape [R]."""
         assert self._plan is not None and self._report is not None
         plan, counts, table = self._plan, self._plan.counts, self.table
-        wrong = (
-            (table.num_live[rows] != counts.length)
-            | (table.epoch[rows] != counts.epoch)
-            | (num_blocks != counts.num_blocks)
-        )
+        live, epoch = np.where(rows >= 0, table.num_live[rows], 0), np.where(rows >= 0, table.epoch[rows], 0)
+        wrong = (rows < 0) | (live != counts.length) | (epoch != counts.epoch) | (num_blocks != counts.num_blocks)
         for i in np.flatnonzero(wrong).tolist():
             self._report.errors[plan.req_ids[i]] = (
                 f"vtoken: request {plan.req_ids[i]} was scheduled with {counts.length[i]} tokens, "
                 f"{counts.num_blocks[i]} blocks and epoch {counts.epoch[i]}, but the worker holds "
-                f"{table.num_live[rows[i]]} tokens, {num_blocks[i]} blocks and epoch {table.epoch[rows[i]]}."
+                f"{live[i]} tokens, {num_blocks[i]} blocks and epoch {epoch[i]}."
             )
-        return np.flatnonzero(~wrong)
+        return wrong
 
     def _choose_victims(self, dying: Ints) -> Ints:
         """Logical ids to evict, request by request, in the order of ``dying`` (indices into the plan)."""
