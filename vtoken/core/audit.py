@@ -47,8 +47,8 @@ def check_mapping(table: TokenTable) -> None:
             f"I2: the two maps of request {req_id} are not each other's inverse",
         )
         counts = (logical[: held * size].reshape(held, size) != HOLE).sum(axis=1)
-        _require(np.array_equal(counts, table.live_in_block[row, :held]), f"I2: {req_id} miscounts a block")
-        _require(not table.live_in_block[row, held:].any(), f"I2: {req_id} counts tokens in a block it left")
+        _require(np.array_equal(counts, table.live_in_block[row, :held]), f"I2: request {req_id} miscounts a block")
+        _require(not table.live_in_block[row, held:].any(), f"I2: request {req_id} counts tokens in a block it left")
         for block in table.blocks[row, :held].tolist():
             other = owner_of_block.setdefault(block, req_id)
             _require(other == req_id, f"I2: block {block} is held by {other} and by {req_id}")
