@@ -85,7 +85,7 @@ class TestMapping:
             (break_slot_without_its_token, "the two maps of request a are not each other's inverse"),
             (break_slot_of_a_dead_token, "the two maps of request a are not each other's inverse"),
             (break_swapped_tokens, "the two maps of request a are not each other's inverse"),
-            (break_block_count, "a miscounts a block"),
+            (break_block_count, "request a miscounts a block"),
             (break_count_of_a_block_that_left, "request b counts tokens in a block it left"),
             (break_block_of_two_requests, "block 2 is held by a and by b"),
             (break_block_held_twice, "request a holds a block twice"),

@@ -76,7 +76,7 @@ def _demo(settings: dict[str, Any], options: Any, model: Path | None, json_file:
     config = parse_settings(settings)
     if json_file is not None:
         check_writable(json_file)
-    if options.prompts is not None and not options.prompts.is_file():
+    if options.prompts is not None and not options.prompts.exists():
         raise ValueError(f"prompt file {options.prompts} does not exist; give the path of a JSON-lines file.")
     from vtoken.evaluation.demo import check_engine, run_demo
     from vtoken.evaluation.plan import check_model_directory, make_plan

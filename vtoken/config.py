@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 REQUEST_PREFIX = "vtoken."
+MOST_TOKENS = 2**31 - 1
 
 
 def _number(value: Any) -> Any:
@@ -18,6 +19,8 @@ def _number(value: Any) -> Any:
         raise ValueError("must, as a share of the prompt, lie in (0, 1]; for a count of tokens give an integer")
     if isinstance(value, int) and value < 1:
         raise ValueError("must be at least 1 token; to keep everything, run without vtoken")
+    if isinstance(value, int) and value > MOST_TOKENS:
+        raise ValueError(f"must be at most {MOST_TOKENS} tokens")
     return value
 
 
@@ -63,8 +66,8 @@ class VTokenConfig(_Options):
         description="Most tokens that one forward attends for a request once eviction has begun: a count of "
         "tokens, or a share of the original prompt (rounded up, never below sinks + recent + interval).",
     )
-    sinks: int = Field(4, ge=0, description="Leading tokens that are never evicted.")
-    recent: int = Field(32, ge=0, description="Newest tokens that are never evicted.")
+    sinks: int = Field(4, ge=0, le=MOST_TOKENS, description="Leading tokens that are never evicted.")
+    recent: int = Field(32, ge=0, le=MOST_TOKENS, description="Newest tokens that are never evicted.")
     interval: int = Field(
         1,
         ge=1,

@@ -26,25 +26,27 @@ def select_victims(
         sinks, recent: leading and newest tokens that are never taken.
 
     Raises:
-        ValueError: a request has fewer unprotected tokens than it must forget.
+        ValueError: a request has fewer unprotected tokens than it must forget, or a priority is not a number.
     """
     owner = segment_ids(live)
-    keep = np.asarray(priority, dtype=np.float64).copy()
-    keep[(tokens < sinks) | (tokens >= length[owner] - recent)] = np.inf
-    if len(counts) and (counts == 1).all():
-        return _lowest_of_each(keep, tokens, live, owner)
-    order = np.lexsort((tokens, keep, owner))
-    taken = order[ranges(offsets_of(live)[:-1], counts)]
-    if (owner[taken] != segment_ids(counts)).any() or np.isinf(keep[taken]).any():
+    keep = np.asarray(priority, dtype=np.float64)
+    if np.isnan(keep).any():
+        raise ValueError("a policy must give every token a priority, NaN is none")
+    protected = (tokens < sinks) | (tokens >= length[owner] - recent)
+    if (np.bincount(owner, weights=~protected, minlength=len(live)) < counts).any():
         raise ValueError("a request must forget more tokens than it has unprotected ones")
-    return tokens[taken]
+    if len(counts) and (counts == 1).all():
+        return _lowest_of_each(keep, tokens, protected, live, owner)
+    order = np.lexsort((tokens, keep, protected, owner))
+    return tokens[order[ranges(offsets_of(live)[:-1], counts)]]
 
 
-def _lowest_of_each(keep: NDArray[np.float64], tokens: Ints, live: Ints, owner: Ints) -> Ints:
+def _lowest_of_each(
+    keep: NDArray[np.float64], tokens: Ints, protected: NDArray[np.bool_], live: Ints, owner: Ints
+) -> Ints:
     """One victim per request, in linear time: the steady state of decoding."""
     starts = offsets_of(live)[:-1]
+    keep = np.where(protected, np.inf, keep)
     lowest = np.minimum.reduceat(keep, starts)
-    if np.isinf(lowest).any():
-        raise ValueError("a request must forget more tokens than it has unprotected ones")
-    candidates = np.where(keep == lowest[owner], tokens, np.iinfo(np.int64).max)
+    candidates = np.where((keep == lowest[owner]) & ~protected, tokens, np.iinfo(np.int64).max)
     return np.minimum.reduceat(candidates, starts)

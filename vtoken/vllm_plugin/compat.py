@@ -85,7 +85,7 @@ class VTokenScheduler(Scheduler):
             self.vtoken.admit(
                 request.request_id,
                 request.num_prompt_tokens,
-                request.max_tokens,
+                min(request.max_tokens, self.max_model_len - request.num_prompt_tokens),
                 params.extra_args if params is not None else None,
             )
         except ValueError as error:
