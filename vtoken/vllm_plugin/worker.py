@@ -155,13 +155,13 @@ class EvictionWorker:
         req_ids = [self._plan.req_ids[i] for i in dying.tolist()]
         rows, evict = table.rows(req_ids), counts.evict[dying]
         table.evict_tokens(np.repeat(rows, evict), victims)
-        plan = self._reclamation.plan(rows, evict, counts.next_tokens[dying])
-        if len(plan.moves):
+        self._report.evicted += len(victims)
+        if (evict > counts.next_tokens[dying]).any():  # otherwise recycling alone keeps everyone dense
+            plan = self._reclamation.plan(rows, evict, counts.next_tokens[dying])
             moves = plan.moves
             self._relocate(table.slots(moves.rows, moves.sources), table.slots(moves.rows, moves.destinations))
-        self._reclamation.commit(plan)
-        self._report.evicted += len(victims)
-        self._report.moved += len(plan.moves)
+            self._reclamation.commit(plan)
+            self._report.moved += len(moves)
         gives = np.flatnonzero(counts.keep_blocks[dying] < counts.num_blocks[dying]).tolist()
         return [(req_ids[i], int(counts.keep_blocks[dying[i]])) for i in gives]
 
