@@ -29,7 +29,7 @@ from vtoken.kernels.layout import probe_layout
 from vtoken.kernels.relocation import Relocator
 from vtoken.vllm_plugin.kv_cache import EvictableAttentionManager, EvictableAttentionSpec
 from vtoken.vllm_plugin.protocol import StepPlan, StepReport
-from vtoken.vllm_plugin.scheduler import EvictionScheduler, ReclamationStats, ScheduledStep
+from vtoken.vllm_plugin.scheduler import EvictionScheduler, ScheduledStep
 from vtoken.vllm_plugin.worker import EvictionWorker
 
 if TYPE_CHECKING:
@@ -120,9 +120,6 @@ class VTokenScheduler(Scheduler):
             model_runner_output.sampled_token_ids[model_runner_output.req_id_to_index[req_id]] = []
         self._ending.clear()
         return super().update_from_output(scheduler_output, model_runner_output)
-
-    def vtoken_stats(self) -> ReclamationStats:
-        return self.vtoken.stats
 
     def _end_with_error(self, errors: Mapping[str, str]) -> None:
         for req_id, sentence in errors.items():
