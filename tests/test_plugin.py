@@ -115,7 +115,7 @@ def no_children() -> bool:
         ),
         (
             {"kv_cache_dtype": "fp8"},
-            "vtoken: a quantized KV cache is not supported yet; set kv_cache_dtype='auto'.",
+            "vtoken: a kv_cache_dtype of its own is not supported yet; set kv_cache_dtype='auto'.",
         ),
     ],
 )
@@ -195,6 +195,30 @@ def test_a_bad_request_is_refused_alone(tiny_gqa: Path) -> None:
         answers = generate(engine, [Job("good", prompt, 4, budget=48)])
         assert len(answers["good"].token_ids) == 4
         assert engine.snapshot().tokens_evicted == 100 - 47 + 3
+
+
+def test_engines_of_one_process_keep_their_own_settings(tiny_gqa: Path) -> None:
+    """One hook validates for all of them: it may not hold one engine's requests to another's settings."""
+    from vllm import SamplingParams
+
+    (prompt,) = prompts([100], 512)
+    with (
+        running(tiny_gqa, VTokenConfig(budget=64), skip_tokenizer_init=True) as strict,
+        running(tiny_gqa, VTokenConfig(budget=64, sinks=0, recent=0), skip_tokenizer_init=True) as loose,
+    ):
+        generate(loose, [Job("few", prompt, 4, budget=10)])
+        assert loose.snapshot().tokens_evicted == 100 - 9 + 3
+        generate(strict, [Job("more", prompt, 4, budget=40)])
+        assert strict.snapshot().tokens_evicted == 100 - 39 + 3
+        # Too small for this engine, and with prompt logprobs, which vLLM does not expect of a request that fails.
+        params = SamplingParams(max_tokens=4, prompt_logprobs=1, extra_args={"vtoken.budget": 10})
+        strict.llm_engine.add_request("late", {"prompt_token_ids": prompt}, params)
+        with pytest.raises(ValueError, match=r"flat; write 'vtoken\.budget': 256"):
+            strict.add_request("nested", prompt, 4, extra_args={"vtoken": {"budget": 256}})
+        ends = []
+        while strict.has_unfinished():
+            ends += [p.finish_reason for p in strict.step() if p.finished]
+        assert ends == ["error"]
 
 
 def test_options_do_not_change_the_compilation_key() -> None:

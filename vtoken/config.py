@@ -71,6 +71,7 @@ class VTokenConfig(_Options):
     interval: int = Field(
         1,
         ge=1,
+        le=MOST_TOKENS,
         description="Evict whenever the length after the prompt reaches a multiple of this many tokens.",
     )
     reclaim: Literal["fill"] = Field(
@@ -78,8 +79,9 @@ class VTokenConfig(_Options):
     )
     prefill_evict: Literal["end"] = Field("end", description="When the prompt is reduced: 'end', once it is whole.")
     record_trace: bool = Field(False, description="Keep each request's forwards and victims, for replay in tests.")
-
-    allow_unverified: bool = Field(False, description="Also run where vtoken's tests have not been yet: on a GPU.")
+    allow_unverified: bool = Field(
+        False, description="Also run where vtoken's tests have not been yet: on a GPU, or with other architectures."
+    )
 
     @property
     def protected(self) -> int:
@@ -105,6 +107,8 @@ class RequestOptions(_Options):
         Raises:
             ValueError: one sentence naming the option, its value and the remedy.
         """
+        if REQUEST_PREFIX[:-1] in (extra_args or {}):
+            raise ValueError("vtoken: a request's options are flat; write 'vtoken.budget': 256 instead of nesting.")
         options = {
             key.removeprefix(REQUEST_PREFIX): value
             for key, value in (extra_args or {}).items()

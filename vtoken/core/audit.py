@@ -1,4 +1,4 @@
-"""The invariants of the token table, as functions for tests and for checks at run time.
+"""The invariants of the token table, as functions.
 
 I1 conservation, I2 unique mapping and I4 planning are properties of tables and plans and are checked here; I3
 (visibility) is a property of the order of operations on the device. Each function raises ``InvariantViolation``.

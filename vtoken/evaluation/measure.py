@@ -52,13 +52,13 @@ class Engine(Protocol):
 class RunResult:
     """The figures of one run. Field names are the keys of the JSON report.
 
-    ``peak_*`` are over all steps. ``mean_blocks`` and ``mean_running`` are means over the steps after which
-    requests were still waiting, when the pool is what limits the run; a load that never waits gets the mean
-    over all steps. ``waste_ratio`` is the mean of F = 1 - live / (held * block size) over all steps that end
-    with blocks held. ``blocks_reclaimed`` counts blocks given back before their request ended. Times to first
-    token count from submission, times per output token are a request's mean after its first token;
-    percentiles are over requests. ``needle_hits`` is the number of hidden numbers found; needles count in no
-    other figure.
+    ``peak_*`` are over all steps, as they end: blocks that a step takes and gives back are not seen.
+    ``mean_blocks`` and ``mean_running`` are means over the steps after which requests were still waiting, when the
+    pool is what limits the run; a load that never waits gets the mean over all steps. ``waste_ratio`` is the mean
+    of F = 1 - live / (held * block size) over all steps that end with blocks held. ``blocks_reclaimed`` counts
+    blocks given back before their request ended. Times to first token count from submission, times per output
+    token are a request's mean after its first token; percentiles are over requests. ``needle_hits`` is the number
+    of hidden numbers found; needles count in no other figure.
     """
 
     peak_blocks: int

@@ -11,8 +11,8 @@ from vtoken.evaluation.measure import RunResult
 
 # Label, key, unit, decimals, factor from the JSON's unit to the one shown.
 ROWS = (
-    ("blocks held, peak", "peak_blocks", "", 0, 1.0),
-    ("blocks held, mean", "mean_blocks", "", 1, 1.0),
+    ("blocks held after a step, peak", "peak_blocks", "", 0, 1.0),
+    ("blocks held after a step, mean", "mean_blocks", "", 1, 1.0),
     ("waste ratio F", "waste_ratio", "%", 1, 100.0),
     ("tokens evicted", "tokens_evicted", "", 0, 1.0),
     ("tokens moved", "tokens_moved", "", 0, 1.0),

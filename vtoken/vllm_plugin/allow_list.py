@@ -1,4 +1,8 @@
-"""Configurations that the tests cover run; every other one is refused at start-up, in one sentence."""
+"""What vtoken runs on. Everything else is refused at start-up, in one sentence that names the option and what to do.
+
+``REFUSALS`` are features that vtoken does not support. ``UNVERIFIED`` are places where it may well work, but where its
+tests have not been; ``allow_unverified=True`` opens them.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,6 +10,7 @@ from typing import Any
 
 from vtoken.config import VTokenConfig
 
+VERIFIED_ARCHITECTURES = ("LlamaForCausalLM",)
 _STOCK_WORKERS = ("auto", "vllm.v1.worker.cpu_worker.CPUWorker", "vllm.v1.worker.gpu_worker.Worker")
 _OURS = "vtoken.vllm_plugin.compat."
 
@@ -20,9 +25,8 @@ class Refusal:
 
 
 def _window(config: Any) -> Any:
-    return getattr(config.model_config.hf_text_config, "sliding_window", None) and getattr(
-        config.model_config.hf_text_config, "use_sliding_window", True
-    )
+    text_config = config.model_config.hf_text_config
+    return getattr(text_config, "sliding_window", None) and getattr(text_config, "use_sliding_window", True)
 
 
 REFUSALS = (
@@ -39,17 +43,14 @@ REFUSALS = (
     ),
     Refusal("speculative decoding", "remove speculative_config", lambda c: c.speculative_config is not None),
     Refusal("a KV connector", "remove kv_transfer_config", lambda c: c.kv_transfer_config is not None),
+    # vLLM turns this one into a connector only after it has asked us.
+    Refusal("KV offloading", "remove kv_offloading_size", lambda c: c.cache_config.kv_offloading_size is not None),
+    Refusal("an encoder connector", "remove ec_transfer_config", lambda c: c.ec_transfer_config is not None),
     Refusal("KV cache events", "remove kv_events_config", lambda c: c.kv_events_config is not None),
     Refusal("LoRA", "remove enable_lora", lambda c: c.lora_config is not None),
+    Refusal("tensor parallelism", "set tensor_parallel_size=1", lambda c: c.parallel_config.tensor_parallel_size > 1),
     Refusal(
-        "tensor parallelism",
-        "set tensor_parallel_size=1",
-        lambda c: c.parallel_config.tensor_parallel_size > 1,
-    ),
-    Refusal(
-        "pipeline parallelism",
-        "set pipeline_parallel_size=1",
-        lambda c: c.parallel_config.pipeline_parallel_size > 1,
+        "pipeline parallelism", "set pipeline_parallel_size=1", lambda c: c.parallel_config.pipeline_parallel_size > 1
     ),
     Refusal(
         "context parallelism",
@@ -59,8 +60,13 @@ REFUSALS = (
         ),
     ),
     Refusal("data parallelism", "set data_parallel_size=1", lambda c: c.parallel_config.data_parallel_size > 1),
-    Refusal("dual-batch overlap", "set enable_dbo=False", lambda c: c.parallel_config.enable_dbo),
+    Refusal("dual-batch overlap", "set enable_dbo=False and ubatch_size=0", lambda c: c.parallel_config.use_ubatching),
     Refusal("priority scheduling", "set scheduling_policy='fcfs'", lambda c: c.scheduler_config.policy != "fcfs"),
+    Refusal(
+        "scheduler_reserve_full_isl=False",
+        "leave it at True, since admission counts on it",
+        lambda c: not c.scheduler_config.scheduler_reserve_full_isl,
+    ),
     Refusal("sleep mode", "set enable_sleep_mode=False", lambda c: c.model_config.enable_sleep_mode),
     Refusal("prompt embeddings", "set enable_prompt_embeds=False", lambda c: c.model_config.enable_prompt_embeds),
     Refusal("a pooling model", "serve a text-generation model", lambda c: c.model_config.runner_type != "generate"),
@@ -71,27 +77,16 @@ REFUSALS = (
     Refusal(
         "a hybrid or attention-free model",
         "serve a model with full attention",
-        lambda c: c.model_config.is_hybrid,
+        lambda c: c.model_config.is_hybrid or c.model_config.is_attention_free,
     ),
     Refusal("sliding-window attention", "serve a model with full attention", _window),
-    Refusal(
-        "ALiBi",
-        "serve a model with rotary positions",
-        lambda c: (
-            getattr(c.model_config.hf_text_config, "alibi", False)
-            or getattr(c.model_config.hf_text_config, "position_embedding_type", "") == "alibi"
-        ),
-    ),
+    Refusal("ALiBi", "serve a model with rotary positions", lambda c: c.model_config.uses_alibi),
     Refusal(
         "KV sharing across layers",
         "serve a model in which every layer has its own cache",
         lambda c: getattr(c.model_config.hf_text_config, "num_kv_shared_layers", 0),
     ),
-    Refusal(
-        "a quantized KV cache",
-        "set kv_cache_dtype='auto'",
-        lambda c: c.cache_config.cache_dtype not in ("auto", "bfloat16"),
-    ),
+    Refusal("a kv_cache_dtype of its own", "set kv_cache_dtype='auto'", lambda c: c.cache_config.cache_dtype != "auto"),
     Refusal(
         "another worker class",
         "remove worker_cls",
@@ -109,18 +104,33 @@ REFUSALS = (
     ),
 )
 
+UNVERIFIED = (
+    Refusal("a device other than the CPU", "run on a CPU", lambda c: c.device_config.device_type != "cpu"),
+    Refusal(
+        "this model architecture",
+        f"serve one of {', '.join(VERIFIED_ARCHITECTURES)}",
+        lambda c: not set(c.model_config.architectures) & set(VERIFIED_ARCHITECTURES),
+    ),
+    Refusal("weight quantization", "serve unquantized weights", lambda c: c.model_config.quantization is not None),
+    Refusal(
+        "this distributed_executor_backend",
+        "set it to 'uni' or 'mp'",
+        lambda c: c.parallel_config.distributed_executor_backend not in (None, "uni", "mp"),
+    ),
+)
+
 
 def check_supported(vllm_config: Any, config: VTokenConfig) -> None:
-    """Raises ValueError naming the first option of a configuration that the tests do not cover."""
+    """Raises ValueError naming the first option of a configuration that is not on the list."""
     for refusal in REFUSALS:
         if refusal.found(vllm_config):
             raise ValueError(f"vtoken: {refusal.option} is not supported yet; {refusal.remedy}.")
-    device = vllm_config.device_config.device_type
-    if device != "cpu" and not config.allow_unverified:
-        raise ValueError(
-            f"vtoken: device '{device}' has not been verified yet; "
-            "run on a CPU, or set the option allow_unverified=True to try it."
-        )
+    for refusal in UNVERIFIED:
+        if refusal.found(vllm_config) and not config.allow_unverified:
+            raise ValueError(
+                f"vtoken: {refusal.option} has not been verified yet; {refusal.remedy}, "
+                "or set vtoken's option allow_unverified=True to try it."
+            )
     _check_pool(vllm_config)
 
 

@@ -116,8 +116,11 @@ class VTokenScheduler(Scheduler):
         report: StepReport | None = getattr(model_runner_output, "vtoken_report", None)
         self._end_with_error(self.vtoken.settle(plan_of(scheduler_output), report))
         for req_id in self._ending & model_runner_output.req_id_to_index.keys():
-            # What a request sampled from a cache that is not its own must not be seen.
+            # What a request computed from a cache that is not its own must not be seen. vLLM also insists that
+            # a request without a token brings no prompt logprobs.
             model_runner_output.sampled_token_ids[model_runner_output.req_id_to_index[req_id]] = []
+            model_runner_output.prompt_logprobs_dict.pop(req_id, None)
+            model_runner_output.prompt_token_id_logprobs_dict.pop(req_id, None)
         self._ending.clear()
         return super().update_from_output(scheduler_output, model_runner_output)
 
@@ -134,7 +137,8 @@ class VTokenScheduler(Scheduler):
         return result
 
     def _request_blocks_can_be_freed(self, request: Request) -> bool:
-        # Asked before a preemption: while blocks are on their way back, waiting one step is enough.
+        # Asked before a preemption: while blocks are on their way back, waiting one step is enough. Never so while
+        # each step's result is taken before the next one is scheduled.
         if self._scheduling and self.vtoken.frees_pending:
             return False
         return super()._request_blocks_can_be_freed(request)
@@ -148,14 +152,25 @@ class EvictingRunner(_Runner):
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         register_spec()
         specs = super().get_kv_cache_spec()
+        if len(set(specs.values())) > 1:
+            raise ValueError(
+                "vtoken: layers with different KV caches are not supported yet; "
+                "serve a model whose layers have the same KV heads."
+            )
         return {name: _evictable(name, spec) for name, spec in specs.items()}
 
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any) -> None:
         super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
         (group,) = self.kv_cache_config.kv_cache_groups
         layers = self.compilation_config.static_forward_context
+        block_size = group.kv_cache_spec.block_size
+        if self.input_batch.block_table[0].block_size != block_size:
+            raise ValueError(
+                f"vtoken: the attention kernel splits blocks of {block_size} tokens, which is not supported yet; "
+                f"set block_size={self.input_batch.block_table[0].block_size}."
+            )
         relocate = _relocator([layers[name] for name in group.layer_names], group.kv_cache_spec)
-        self.vtoken = EvictionWorker(settings_of(self.vllm_config), group.kv_cache_spec.block_size, relocate)
+        self.vtoken = EvictionWorker(settings_of(self.vllm_config), block_size, relocate)
         self._vtoken_truncations: list[tuple[str, int]] = []
 
     def execute_model(self, scheduler_output: SchedulerOutput, intermediate_tensors: Any = None) -> Any:

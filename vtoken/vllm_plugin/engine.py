@@ -8,7 +8,7 @@ from typing import Any
 
 from vtoken.config import VTokenConfig
 from vtoken.core.trace import Trace
-from vtoken.vllm_plugin.plugin import OPTION, check_vllm_version, parse_config
+from vtoken.vllm_plugin.plugin import OPTION, check_vllm_version, parse_config, register
 
 
 @dataclass(frozen=True)
@@ -149,10 +149,11 @@ def make_engine(
         ValueError: one sentence, for a vLLM, an option or a configuration that vtoken does not support.
     """
     check_vllm_version()
-    if os.path.isabs(model) and not os.path.isfile(os.path.join(model, "config.json")):
+    if model.startswith(("/", ".", "~")) and not os.path.isfile(os.path.join(model, "config.json")):
         raise ValueError(f"vtoken: there is no model in '{model}'; give a directory that holds a config.json.")
     if vtoken is not None:
         parse_config(vtoken)
+        register()  # VLLM_PLUGINS may leave us out, and vLLM would then run as if nothing had been asked for
         engine_args = {**engine_args, "additional_config": {OPTION: vtoken.model_dump()}}
     if not multiprocess:
         engine_args.setdefault("distributed_executor_backend", "uni")

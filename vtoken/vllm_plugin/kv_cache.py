@@ -34,7 +34,7 @@ class EvictableAttentionManager(FullAttentionManager):
         """Blocks to allocate; at admission all that the request will ever take, and what others were promised.
 
         A request with a budget never outgrows it, so what it and the running ones will still take is known.
-        Keeping that free means that no admission leads to a preemption.
+        Keeping that free means that no admission leads to a preemption, as long as every running request has one.
         """
         needed = super().get_num_blocks_to_allocate(
             request_id,

@@ -80,7 +80,10 @@ def requested_options(vllm_config: Any) -> Mapping[str, Any] | VTokenConfig | No
 def parse_config(options: Mapping[str, Any] | VTokenConfig) -> VTokenConfig:
     """Validate the settings. Raises ValueError with one sentence."""
     if not isinstance(options, Mapping | VTokenConfig):
-        raise ValueError(f"vtoken: additional_config['{OPTION}'] = {options!r} must be a table of options.")
+        raise ValueError(
+            f"vtoken: additional_config['{OPTION}'] = {options!r} must be a table of options, "
+            "such as {'budget': 0.25}."
+        )
     config = options if isinstance(options, VTokenConfig) else VTokenConfig(**options)
     load_policy(config.policy)
     return config
@@ -105,17 +108,30 @@ def configure(vllm_config: Any, options: Mapping[str, Any] | VTokenConfig) -> No
 
 
 def _validate_requests(config: VTokenConfig) -> None:
-    """Refuse a request's bad settings where vLLM turns ValueError into a 400 for that request alone."""
+    """Refuse a request's bad settings where vLLM turns ValueError into a 400 for that request alone.
+
+    The hook is one for all engines of this process and cannot tell them apart: it refuses what none of them would
+    take. Each engine's scheduler has the last word.
+    """
     from vllm.platforms import current_platform
 
     platform = type(current_platform)
-    stock = platform.validate_request
-    stock = getattr(stock, _MARK, stock)
+    hooked = platform.validate_request
+    stock, configs = getattr(hooked, _MARK, (hooked, ()))
+    configs = (*(known for known in configs if known != config), config)
 
     @functools.wraps(stock.__func__)
     def validate_request(cls: type, processed_inputs: Any, params: Any) -> None:
         stock.__func__(cls, processed_inputs, params)
-        RequestOptions.from_extra_args(getattr(params, "extra_args", None), config)
+        refusal: ValueError | None = None
+        for known in reversed(configs):
+            try:
+                RequestOptions.from_extra_args(getattr(params, "extra_args", None), known)
+                return
+            except ValueError as error:
+                refusal = refusal or error
+        assert refusal is not None
+        raise refusal
 
-    setattr(validate_request, _MARK, stock)
+    setattr(validate_request, _MARK, (stock, configs))
     platform.validate_request = classmethod(validate_request)

@@ -115,8 +115,9 @@ class EvictionWorker:
         return report
 
     def take_traces(self) -> dict[str, Trace]:
-        """Traces of all requests recorded so far, and forget them."""
-        traces, self._traces = self._traces, {}
+        """Traces of all requests recorded so far. Those of requests that are over are forgotten here."""
+        traces = self._traces
+        self._traces = {req_id: trace for req_id, trace in traces.items() if req_id in self.table}
         return traces
 
     # -- inside -----------------------------------------------------------------------------------------------
