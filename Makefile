@@ -11,13 +11,14 @@ STAMP := $(VENV)/.vtoken-setup
 LINTED := $(wildcard vtoken tests benchmarks)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint
+.PHONY: help setup demo test lint bench
 
 help:
 	@echo 'make setup            make .venv with vLLM for the CPU and vtoken (minutes the first time)'
 	@echo 'make demo ARGS="..."  the same work under native vLLM and under vtoken, compared'
 	@echo 'make test ARGS="..."  run the tests'
 	@echo 'make lint             ruff and mypy'
+	@echo 'make bench            the share of a decode step that the hooks take'
 	@echo 'PYTHON=python3.12     after any of these: make .venv with that interpreter (3.11 to 3.14)'
 
 setup: $(STAMP)
@@ -44,6 +45,9 @@ demo: setup
 
 test: setup
 	@$(BIN)/python -m pytest $(ARGS)
+
+bench: setup
+	@VLLM_LOGGING_LEVEL=ERROR $(BIN)/python benchmarks/hook_cost.py $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check $(LINTED)

@@ -24,7 +24,7 @@ def relocate_reference(cache: Tensor, layout: BlockLayout, sources: Tensor, dest
     cache[:, (destinations // size)[:, None], layout.elements[destinations % size]] = values
 
 
-@njit(cache=True, nogil=True)
+@njit(nogil=True)  # compiled anew at each start: a second, and no cache folder that may be unwritable
 def _copy_numbers(cache, elements, sources, destinations):  # type: ignore[no-untyped-def]
     size, numbers = elements.shape
     for layer in range(cache.shape[0]):
