@@ -160,9 +160,16 @@ class TestAccepted:
         assert resolve_budget(config, RequestOptions(), 90) == 1
         assert resolve_budget(VTokenConfig(budget=1.0, sinks=0, recent=0), RequestOptions(), 90) == 90
 
-    @pytest.mark.parametrize("extra_args", [None, {}, {"temperature": 1}, {"vtoken": 3}, {"other.budget": "x"}])
+    @pytest.mark.parametrize("extra_args", [None, {}, {"temperature": 1}, {"other.budget": "x"}])
     def test_other_extra_args_are_none_of_our_business(self, extra_args: dict[str, object] | None) -> None:
         assert RequestOptions.from_extra_args(extra_args, VTokenConfig()).budget is None
+
+    def test_nested_options_are_refused_rather_than_ignored(self) -> None:
+        with pytest.raises(ValueError) as refusal:
+            RequestOptions.from_extra_args({"vtoken": {"budget": 256}}, VTokenConfig())
+        assert str(refusal.value) == (
+            "vtoken: a request's options are flat; write 'vtoken.budget': 256 instead of nesting."
+        )
 
     def test_the_floor_alone(self) -> None:
         check_budget_floor(37, VTokenConfig())
