@@ -53,6 +53,7 @@ class EvictionWorker:
         self._plan: StepPlan | None = None
         self._report: StepReport | None = None
         self._healthy = np.empty(0, dtype=np.int64)
+        self._rows = np.empty(0, dtype=np.int64)
 
     def begin_step(self, plan: StepPlan, ended: Iterable[str], started: Iterable[str]) -> None:
         """Take up a plan. ``ended`` requests lost their cache; ``started`` ones begin with an empty one.
@@ -81,7 +82,7 @@ class EvictionWorker:
         """
         assert self._plan is not None
         plan, counts = self._plan, self._plan.counts
-        rows = self.table.find_rows(plan.req_ids)
+        self._rows = rows = self.table.find_rows(plan.req_ids)
         num_blocks = batch_num_blocks[index].astype(np.int64)
         wrong = self._check(rows, num_blocks)
         ok, failed = np.flatnonzero(~wrong), index[wrong]
@@ -140,7 +141,7 @@ class EvictionWorker:
         """Logical ids to evict, request by request, in the order of ``dying`` (indices into the plan)."""
         assert self._plan is not None
         table, counts = self.table, self._plan.counts
-        rows = table.rows(self._plan.req_ids[i] for i in dying.tolist())
+        rows = self._rows[dying]
         live, length = table.num_live[rows], table.length[rows]
         # A forward leaves no holes, so the live tokens are exactly the first positions of each row.
         flat = ranges(np.zeros_like(live), live)
@@ -153,8 +154,7 @@ class EvictionWorker:
     def _forget(self, dying: Ints, victims: Ints) -> list[tuple[str, int]]:
         assert self._plan is not None and self._report is not None
         table, counts = self.table, self._plan.counts
-        req_ids = [self._plan.req_ids[i] for i in dying.tolist()]
-        rows, evict = table.rows(req_ids), counts.evict[dying]
+        rows, evict = self._rows[dying], counts.evict[dying]
         table.evict_tokens(np.repeat(rows, evict), victims)
         self._report.evicted += len(victims)
         if (evict > counts.next_tokens[dying]).any():  # otherwise recycling alone keeps everyone dense
@@ -163,8 +163,8 @@ class EvictionWorker:
             self._relocate(table.slots(moves.rows, moves.sources), table.slots(moves.rows, moves.destinations))
             self._reclamation.commit(plan)
             self._report.moved += len(moves)
-        gives = np.flatnonzero(counts.keep_blocks[dying] < counts.num_blocks[dying]).tolist()
-        return [(req_ids[i], int(counts.keep_blocks[dying[i]])) for i in gives]
+        gives = dying[counts.keep_blocks[dying] < counts.num_blocks[dying]].tolist()
+        return [(self._plan.req_ids[i], int(counts.keep_blocks[i])) for i in gives]
 
     def _record(self, dying: Ints, victims: Ints) -> None:
         assert self._plan is not None
