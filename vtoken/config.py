@@ -60,24 +60,55 @@ class VTokenConfig(_Options):
         ValueError: one sentence naming the option, its value and the remedy.
     """
 
-    policy: str = Field("streaming_llm", description="Which tokens a request may forget.")
+    policy: str = Field(
+        "streaming_llm",
+        description="Which tokens a request may forget: the name of a policy, or 'module:Class' for one of your own.",
+    )
+    policy_options: dict[str, Any] = Field(
+        default_factory=dict, description="Options of the policy itself, such as {'decay': 0.95} for h2o."
+    )
     budget: Budget = Field(
         0.25,
         description="Most tokens that one forward attends for a request once eviction has begun: a count of "
-        "tokens, or a share of the original prompt (rounded up, never below sinks + recent + interval).",
+        "tokens, or a share of the original prompt (rounded up, never below what must be protected anyway).",
     )
     sinks: int = Field(4, ge=0, le=MOST_TOKENS, description="Leading tokens that are never evicted.")
     recent: int = Field(32, ge=0, le=MOST_TOKENS, description="Newest tokens that are never evicted.")
+    grace: int = Field(
+        0,
+        ge=0,
+        le=MOST_TOKENS,
+        description="Forwards for which a generated token is never evicted, where that is longer than recent.",
+    )
     interval: int = Field(
         1,
         ge=1,
         le=MOST_TOKENS,
         description="Evict whenever the length after the prompt reaches a multiple of this many tokens.",
     )
+    observation_window: int = Field(
+        32, ge=1, le=MOST_TOKENS, description="Last queries of a prompt that snapkv and scissorhands look at."
+    )
+    score_interval: int = Field(
+        1,
+        ge=1,
+        le=MOST_TOKENS,
+        description="Observe attention in every so many decode steps: 1 is exact, more is cheaper.",
+    )
+    score_layers: list[Annotated[int, Field(ge=0)]] | None = Field(
+        None, description="Layers whose attention counts, by index; else all of them."
+    )
     reclaim: Literal["fill"] = Field(
         "fill", description="How holes become free blocks: 'fill' keeps every request dense."
     )
-    prefill_evict: Literal["end"] = Field("end", description="When the prompt is reduced: 'end', once it is whole.")
+    prefill_evict: Literal["end", "chunked"] = Field(
+        "end",
+        description="When the prompt is reduced: 'end', once it is whole, or 'chunked', every prefill_chunk tokens, "
+        "so that it never takes more than budget + prefill_chunk.",
+    )
+    prefill_chunk: int = Field(
+        512, ge=1, le=MOST_TOKENS, description="Tokens between two evictions of a prompt where it is reduced in chunks."
+    )
     record_trace: bool = Field(False, description="Keep each request's forwards and victims, for replay in tests.")
     allow_unverified: bool = Field(
         False, description="Also run where vtoken's tests have not been yet: on a GPU, or with other architectures."
@@ -86,7 +117,7 @@ class VTokenConfig(_Options):
     @property
     def protected(self) -> int:
         """Tokens that no eviction may take, plus the room that one interval needs."""
-        return self.sinks + self.recent + self.interval
+        return self.sinks + max(self.recent, self.grace) + self.interval
 
     @model_validator(mode="after")
     def _budget_holds_the_protected_tokens(self) -> "VTokenConfig":
@@ -127,6 +158,7 @@ def check_budget_floor(budget: int, config: VTokenConfig) -> None:
     """Refuse a budget that the protected tokens exceed."""
     if budget < config.protected:
         raise ValueError(
-            f"option 'budget' = {budget} is below sinks + recent + interval = {config.sinks} + {config.recent} + "
-            f"{config.interval} = {config.protected}, raise the budget or protect fewer tokens"
+            f"option 'budget' = {budget} is below sinks + max(recent, grace) + interval = {config.sinks} + "
+            f"{max(config.recent, config.grace)} + {config.interval} = {config.protected}, raise the budget or "
+            "protect fewer tokens"
         )

@@ -1,30 +1,101 @@
-"""The contract of an eviction policy: flat arrays of live tokens in, one keep-priority per token out."""
+"""The contract of an eviction policy: flat arrays of live tokens in, one keep-priority per token out.
+
+The runtime, not the policy, protects sinks, recent and grace tokens, picks the lowest priorities of each request and
+breaks ties by position. A policy never sees a block, and is a function of a request and its own history, never of
+what else is in the batch.
+"""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
+ALL = 2**31 - 1
+"""As ``Needs.prompt_queries``: every query of the prompt."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What the runtime has to measure for a policy; the default is nothing at all.
+
+    Attributes:
+        prompt_queries: how many of the last queries before the prompt is reduced are observed; ``ALL`` for every one.
+        decode_queries: whether the queries of decode steps are observed, every ``score_interval``-th one.
+        each_query: ``observe`` is called once per prompt query, in order, instead of once with their sum.
+            The runtime then keeps one row of masses per query, so ``prompt_queries`` must be a small number.
+        query_decay: in a sum over queries, the weight of a query relative to the one after it.
+        key_norms: fill in ``PolicyBatch.key_norm``.
+    """
+
+    prompt_queries: int = 0
+    decode_queries: bool = False
+    each_query: bool = False
+    query_decay: float = 1.0
+    key_norms: bool = False
+
+    @property
+    def attention(self) -> bool:
+        """Whether attention has to be observed at all."""
+        return self.prompt_queries > 0 or self.decode_queries
+
 
 @dataclass(frozen=True)
 class PolicyBatch:
-    """All requests of a step that must forget something, as flat arrays (numpy or torch alike).
-
-    The runtime, not the policy, protects sinks and recent tokens, picks the lowest priorities of each request
-    and breaks ties by position.
+    """Live tokens of all requests concerned, as flat arrays of numpy or torch (N tokens of R requests).
 
     Attributes:
-        tokens: logical ids of the live tokens, request after request, in any order within one, shape [N].
-        offsets: bounds of the requests in ``tokens``, shape [R + 1].
-        length: logical length of each request, shape [R].
+        xp: the array namespace, numpy or torch.
+        tokens: logical ids, request after request, in any order within one, int64 [N].
+        counts: live tokens per request, int64 [R].
+        length: logical length of each request, evicted tokens included, int64 [R].
+        prompt_hash: a number in [0, 2**31) that depends on the request's prompt tokens only, int64 [R].
+        state: what ``observe`` last returned for each token, float32 [N]; 0 for a token not observed yet.
+        key_norm: sum over layers and KV heads of the L2 norm of the token's key, float32 [N], if needed.
     """
 
+    xp: Any
     tokens: Any
-    offsets: Any
+    counts: Any
     length: Any
+    prompt_hash: Any
+    state: Any
+    key_norm: Any = None
+
+    def per_token(self, values: Any) -> Any:
+        """One value per request, shape [R], repeated for each of its tokens, shape [N]."""
+        repeat = getattr(self.xp, "repeat_interleave", None) or self.xp.repeat  # torch and numpy differ in the name
+        return repeat(values, self.counts)
+
+
+@dataclass(frozen=True)
+class Observation(PolicyBatch):
+    """What attention gave each live token in one forward.
+
+    Attributes:
+        mass: attention probability summed over query heads, the observed layers and the observed queries, older
+            queries weighted with ``query_decay``, float32 [N]. One query's mass sums to heads x layers. A decode
+            query stands for the ``score_interval`` queries since the last one, so its mass comes multiplied by that.
+        queries: queries that ``mass`` stands for, int64 [R].
+        position: logical position of the last of them, int64 [R]; a later token has no mass from it.
+        attended: tokens that it attended, itself included, int64 [R].
+    """
+
+    mass: Any = None
+    queries: Any = None
+    position: Any = None
+    attended: Any = None
 
 
 class Policy(ABC):
-    """Decides which tokens matter. Stateless: a function of a request and its own history, never of the batch."""
+    """Decides which tokens matter. Subclasses are frozen dataclasses whose fields are the policy's options."""
+
+    @property
+    def needs(self) -> Needs:
+        """What the runtime measures for this policy."""
+        return Needs()
+
+    def observe(self, seen: Observation) -> Any:
+        """The new ``state`` of every token, float [N], from the old one and a forward's attention."""
+        raise NotImplementedError(f"{type(self).__name__} asks for attention and does not say what to make of it")
 
     @abstractmethod
     def priority(self, batch: PolicyBatch) -> Any:
