@@ -10,7 +10,9 @@ for name, value in {
 }.items():
     os.environ.setdefault(name, value)
 
+from collections.abc import Callable, Iterator  # noqa: E402
 from pathlib import Path  # noqa: E402
+from typing import Any  # noqa: E402
 
 import pytest  # noqa: E402
 
@@ -31,3 +33,39 @@ def smollm2() -> Path:
     from vtoken.evaluation.model import ensure_model
 
     return Path(ensure_model())
+
+
+@pytest.fixture(scope="session")
+def stub_model_config(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A Llama configuration; there are no weights, and none are needed."""
+    from transformers import LlamaConfig
+    from vllm.config import ModelConfig
+
+    directory: Path = tmp_path_factory.mktemp("llama")
+    LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=1024,
+        architectures=["LlamaForCausalLM"],
+    ).save_pretrained(directory)
+    return ModelConfig(
+        model=str(directory), skip_tokenizer_init=True, dtype="float32", max_model_len=1024, enforce_eager=True
+    )
+
+
+@pytest.fixture
+def make(stub_model_config: Any) -> Iterator[Callable[..., Any]]:
+    """Makes stub engines: vLLM's scheduler over a worker without a model."""
+    from stub_worker import StubEngine
+
+    from vtoken.config import VTokenConfig
+
+    def make_engine(num_blocks: int = 1000, *, seqs: int = 256, batched: int = 65536, **options: object) -> Any:
+        settings = {"sinks": 2, "recent": 6, "interval": 1, **options}
+        return StubEngine(stub_model_config, VTokenConfig(**settings), num_blocks, seqs, batched)
+
+    yield make_engine

@@ -52,8 +52,14 @@ class ReferenceCache:
         self.mark, self.prompt_length, self.budget, self.config = mark, prompt_length, budget, config
         self.cells: list[int] = []
         self.length = 0
+        self.computed = 0
         self.prefilled = False
         self.evictions = 0
+
+    @property
+    def steady(self) -> bool:
+        """Reduced when its prefill ended, or later."""
+        return self.prefilled and self.evictions > 0
 
     def append(self, count: int) -> list[int]:
         """Positions of the next tokens: the lowest hole for one, the end for several."""
@@ -67,21 +73,30 @@ class ReferenceCache:
                 positions.append(len(self.cells))
                 self.cells.append(token)
         self.length += count
+        self.computed = count
         return positions
 
     def forget(self, complete: bool) -> tuple[int, int]:
         """What happens after a forward; (tokens evicted, tokens moved)."""
-        due = complete if not self.prefilled else (self.length - self.prompt_length) % self.config.interval == 0
+        chunk = self.config.prefill_chunk if self.config.prefill_evict == "chunked" else 10**9
+        if self.prefilled:
+            due, decodes_next = (self.length - self.prompt_length) % self.config.interval == 0, True
+        else:
+            due, decodes_next = complete or self.length % chunk == 0, complete
+            self.prefill_end = self.length
+            start = self.length - self.computed
+            assert self.budget == 10**9 or start // chunk == (self.length - 1) // chunk, "computed beyond an eviction"
         self.prefilled |= complete
         surplus = len(self.cells) - (self.budget - self.config.interval)
         if not due or surplus <= 0:
             return 0, 0
         live = sorted(self.cells)
-        free = [t for t in live if self.config.sinks <= t < self.length - self.config.recent]
+        kept = max(self.config.recent, min(self.config.grace, self.length - self.prefill_end))
+        free = [t for t in live if self.config.sinks <= t < self.length - kept]
         victims = set(free[:surplus])
         assert len(victims) == surplus
         self.cells = [HOLE if t in victims else t for t in self.cells]
-        extent, moved = len(live) - surplus + 1, 0
+        extent, moved = len(live) - surplus + decodes_next, 0
         for position in range(extent, len(self.cells)):
             if self.cells[position] != HOLE:
                 self.cells[self.cells.index(HOLE)] = self.cells[position]
@@ -109,6 +124,10 @@ class RequestState:
     params: SamplingParams
     block_ids: tuple[list[int], ...]
     num_computed_tokens: int = 0
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return self.tokens[: self.prompt_length]
 
 
 @dataclass
@@ -484,7 +503,7 @@ class StubEngine:
             assert ledger.blocks[counted] == table.num_blocks[row] == len(blocks)
             assert table.length[row] == reference.length == request.num_computed_tokens
             assert ledger.forgotten[counted] == reference.length - tokens
-            if reference.evictions:
+            if reference.steady:
                 assert len(reference.cells) <= reference.budget
         runner.check_contents(blocks_of)
         if not runner.broken:
@@ -503,7 +522,7 @@ class StubEngine:
             return
         for req_id, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
             reference = self.runner.references.get(req_id)
-            if req_id not in cached.resumed_req_ids and reference is not None and reference.evictions:
+            if req_id not in cached.resumed_req_ids and reference is not None and reference.steady:
                 assert blocks is None, f"{req_id} allocates in steady state"
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from vtoken.core.budget import eviction_counts
+from vtoken.core.cadence import Cadence
 from vtoken.core.ledger import LengthLedger, StepCounts
 
 S = 16
@@ -38,7 +39,7 @@ class Driver:
     def __init__(
         self, prompt: int, budget: int, interval: int, outputs: int, ledger: LengthLedger | None = None
     ) -> None:
-        self.ledger = ledger or LengthLedger(S, interval)
+        self.ledger = ledger or LengthLedger(S, Cadence(interval=interval))
         self.prompt, self.outputs = prompt, outputs
         self.computed, self.known = 0, prompt
         self.ledger.open("r", prompt, budget, prompt + outputs)
@@ -48,7 +49,7 @@ class Driver:
         complete = self.computed == self.known
         assert self.computed <= self.known
         physical = self.ledger.physical_length("r", self.computed)
-        counts = self.ledger.schedule(["r"], ints(tokens), ints(self.computed), np.array([complete]))
+        counts = self.ledger.schedule(["r"], ints(tokens), ints(self.computed), ints(self.computed + (not complete)))
         forward = Forward(
             int(counts.length[0]),
             int(counts.length[0]) + tokens,
@@ -158,7 +159,7 @@ class TestInterval:
 
     def test_a_request_that_ends_within_its_budget_is_never_reduced(self) -> None:
         for outputs, reduced in ((12, False), (13, True)):
-            ledger = LengthLedger(S, interval=1)
+            ledger = LengthLedger(S, Cadence(interval=1))
             ledger.open("r", 100, 113 - 1, 100 + outputs)
             assert bool(ledger.budget[0] > 0) is reduced
 
@@ -238,54 +239,54 @@ class TestResume:
 
 class TestBatch:
     def test_rows_do_not_influence_each_other(self) -> None:
-        ledger = LengthLedger(S, interval=1, requests=1)
+        ledger = LengthLedger(S, Cadence(interval=1), requests=1)
         for n, (prompt, budget) in enumerate([(60, 34), (50, 20), (10, 64), (33, 0)]):
             ledger.open(f"r{n}", prompt, budget, prompt + 100)
         order = ["r2", "r0", "r3", "r1"]
-        counts = ledger.schedule(order, ints(10, 60, 33, 50), ints(10, 60, 33, 50), np.array([True] * 4))
+        counts = ledger.schedule(order, ints(10, 60, 33, 50), ints(10, 60, 33, 50), ints(10, 60, 33, 50))
         assert counts.evict.tolist() == [0, 27, 0, 31]
         assert counts.num_blocks.tolist() == [1, 4, 3, 4]
         assert counts.keep_blocks.tolist() == [1, 3, 3, 2]
         assert counts.next_tokens.tolist() == [0, 1, 0, 1]
         assert ledger.live_tokens() == 10 + 33 + 33 + 19
-        again = ledger.schedule(order[::-1], ints(1, 1, 1, 1), ints(51, 34, 61, 11), np.array([True] * 4))
+        again = ledger.schedule(order[::-1], ints(1, 1, 1, 1), ints(51, 34, 61, 11), ints(51, 34, 61, 11))
         assert again.length.tolist() == [19, 33, 33, 10]
         assert again.epoch.tolist() == [1, 0, 1, 0]
         assert again.evict.tolist() == [1, 0, 1, 0]
 
     def test_the_counts_that_were_handed_out_do_not_change_later(self) -> None:
-        ledger = LengthLedger(S, interval=1)
+        ledger = LengthLedger(S, Cadence(interval=1))
         ledger.open("r", 60, 34, 200)
-        first = ledger.schedule(["r"], ints(60), ints(60), np.array([True]))
+        first = ledger.schedule(["r"], ints(60), ints(60), ints(60))
         kept = StepCounts(*(np.array(getattr(first, name)) for name in StepCounts.__dataclass_fields__))
-        ledger.schedule(["r"], ints(1), ints(61), np.array([True]))
+        ledger.schedule(["r"], ints(1), ints(61), ints(61))
         for name in StepCounts.__dataclass_fields__:
             assert np.array_equal(getattr(first, name), getattr(kept, name))
 
     def test_an_empty_step(self) -> None:
-        counts = LengthLedger(S, interval=3).schedule([], ints(), ints(), np.array([], dtype=bool))
+        counts = LengthLedger(S, Cadence(interval=3)).schedule([], ints(), ints(), ints())
         assert all(len(getattr(counts, name)) == 0 for name in StepCounts.__dataclass_fields__)
 
     def test_more_requests_than_rows(self) -> None:
-        ledger = LengthLedger(S, interval=1, requests=2)
+        ledger = LengthLedger(S, Cadence(interval=1), requests=2)
         for n in range(9):
             ledger.open(f"r{n}", 20 + n, 10 + n, 500)
-            ledger.schedule([f"r{n}"], ints(20 + n), ints(20 + n), np.array([True]))
+            ledger.schedule([f"r{n}"], ints(20 + n), ints(20 + n), ints(20 + n))
         assert ledger.live_tokens() == sum(9 + n for n in range(9))
         assert [ledger.physical_length(f"r{n}", 20 + n) for n in range(9)] == [9 + n for n in range(9)]
 
     def test_ids_are_used_once_at_a_time(self) -> None:
-        ledger = LengthLedger(S, interval=1)
+        ledger = LengthLedger(S, Cadence(interval=1))
         ledger.open("r", 60, 34, 200)
         with pytest.raises(ValueError, match="request r is already known"):
             ledger.open("r", 60, 34, 200)
-        ledger.schedule(["r"], ints(60), ints(60), np.array([True]))
+        ledger.schedule(["r"], ints(60), ints(60), ints(60))
         ledger.close("r")
         assert "r" not in ledger and ledger.live_tokens() == 0
         ledger.close("r")
         ledger.open("r", 10, 20, 15)
         assert ledger.physical_length("r", 10) == 10
-        counts = ledger.schedule(["r"], ints(10), ints(10), np.array([True]))
+        counts = ledger.schedule(["r"], ints(10), ints(10), ints(10))
         assert (counts.length[0], counts.epoch[0], counts.evict[0]) == (0, 0, 0)
 
 
@@ -297,40 +298,40 @@ class TestCommittedGrowth:
         ledger.expect_prefill(req_id, prompt)
 
     def test_a_prompt_in_chunks_is_promised_whole(self) -> None:
-        ledger = LengthLedger(S, interval=1)
+        ledger = LengthLedger(S, Cadence(interval=1))
         self.admitted(ledger, "r", prompt=100, budget=40, outputs=64)
         assert ledger.committed_growth() == 0, "it holds nothing yet, and asks for itself"
         ledger.hold_blocks("r", 2)
-        ledger.schedule(["r"], ints(32), ints(32), np.array([False]))
+        ledger.schedule(["r"], ints(32), ints(32), ints(100))
         assert ledger.committed_growth() == 7 - 2
         ledger.hold_blocks("r", 4)
-        ledger.schedule(["r"], ints(32), ints(64), np.array([False]))
+        ledger.schedule(["r"], ints(32), ints(64), ints(100))
         assert ledger.committed_growth() == 7 - 4
         ledger.hold_blocks("r", 7)
-        ledger.schedule(["r"], ints(36), ints(100), np.array([True]))
+        ledger.schedule(["r"], ints(36), ints(100), ints(100))
         assert ledger.committed_growth() == 0, "reduced to the budget, and never above it again"
 
     def test_a_short_prompt_is_promised_its_budget(self) -> None:
-        ledger = LengthLedger(S, interval=1)
+        ledger = LengthLedger(S, Cadence(interval=1))
         self.admitted(ledger, "r", prompt=20, budget=70, outputs=500)
         ledger.hold_blocks("r", 2)
-        ledger.schedule(["r"], ints(20), ints(20), np.array([True]))
+        ledger.schedule(["r"], ints(20), ints(20), ints(20))
         assert ledger.committed_growth() == 5 - 2
         for n in range(13):
             ledger.hold_blocks("r", blocks_for(21 + n))
-            ledger.schedule(["r"], ints(1), ints(21 + n), np.array([True]))
+            ledger.schedule(["r"], ints(1), ints(21 + n), ints(21 + n))
         assert ledger.committed_growth() == 5 - 3
 
     def test_an_interval_that_crosses_a_block_is_promised_the_block(self) -> None:
-        ledger = LengthLedger(S, interval=5)
+        ledger = LengthLedger(S, Cadence(interval=5))
         self.admitted(ledger, "r", prompt=100, budget=34, outputs=64)
         ledger.hold_blocks("r", 7)
-        counts = ledger.schedule(["r"], ints(100), ints(100), np.array([True]))
+        counts = ledger.schedule(["r"], ints(100), ints(100), ints(100))
         assert counts.keep_blocks.tolist() == [blocks_for(34 - 5 + 1)] == [2]
         assert ledger.committed_growth() == 3 - 2
 
     def test_several_requests_add_up_and_leave(self) -> None:
-        ledger = LengthLedger(S, interval=1)
+        ledger = LengthLedger(S, Cadence(interval=1))
         for n, prompt in enumerate((100, 200)):
             self.admitted(ledger, f"r{n}", prompt, 40, 64)
             ledger.hold_blocks(f"r{n}", 1)
@@ -341,7 +342,7 @@ class TestCommittedGrowth:
         assert ledger.committed_growth() == 0
 
     def test_a_recomputed_request_is_promised_its_longer_prefill(self) -> None:
-        ledger = LengthLedger(S, interval=1)
+        ledger = LengthLedger(S, Cadence(interval=1))
         self.admitted(ledger, "r", prompt=100, budget=40, outputs=64)
         ledger.reset("r")
         ledger.expect_prefill("r", 130)
@@ -349,7 +350,7 @@ class TestCommittedGrowth:
         assert ledger.committed_growth() == 9 - 1
 
     def test_a_request_without_an_effective_budget_is_not_counted(self) -> None:
-        ledger = LengthLedger(S, interval=1)
+        ledger = LengthLedger(S, Cadence(interval=1))
         self.admitted(ledger, "r", prompt=100, budget=400, outputs=64)
         ledger.hold_blocks("r", 1)
         assert ledger.committed_growth() == 0

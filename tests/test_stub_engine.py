@@ -1,13 +1,11 @@
 """Scheduler and worker together, without a model: every forward and every block accounted for."""
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from stub_worker import S, StubEngine, blocks_for, evicted_in, plan_lengths, same_but
-from transformers import LlamaConfig
-from vllm.config import ModelConfig
 
 from vtoken.config import VTokenConfig
 from vtoken.vllm_plugin.compat import plan_of
@@ -15,34 +13,6 @@ from vtoken.vllm_plugin.protocol import StepReport
 from vtoken.vllm_plugin.scheduler import ScheduledStep
 
 MakeEngine = Callable[..., StubEngine]
-
-
-@pytest.fixture(scope="module")
-def model_config(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
-    """A Llama configuration; there are no weights, and none are needed."""
-    directory: Path = tmp_path_factory.mktemp("llama")
-    LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=1024,
-        architectures=["LlamaForCausalLM"],
-    ).save_pretrained(directory)
-    return ModelConfig(
-        model=str(directory), skip_tokenizer_init=True, dtype="float32", max_model_len=1024, enforce_eager=True
-    )
-
-
-@pytest.fixture
-def make(model_config: ModelConfig) -> Iterator[MakeEngine]:
-    def make_engine(num_blocks: int = 1000, *, seqs: int = 256, batched: int = 65536, **options: object) -> StubEngine:
-        settings = {"sinks": 2, "recent": 6, "interval": 1, **options}
-        return StubEngine(model_config, VTokenConfig(**settings), num_blocks, seqs, batched)
-
-    yield make_engine
 
 
 def attended(engine: StubEngine, req_id: str) -> list[int]:
@@ -596,7 +566,7 @@ class TestTheStubItself:
 
     def test_another_victim_is_seen(self, make: MakeEngine) -> None:
         engine = self.ready(make)
-        engine.runner.vtoken._policy.priority = lambda batch: -batch.tokens
+        engine.runner.vtoken._policy = SimpleNamespace(priority=lambda batch: -batch.tokens)
         with pytest.raises(AssertionError):
             engine.step()
 

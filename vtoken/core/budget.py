@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vtoken.config import RequestOptions, VTokenConfig
+from vtoken.core.cadence import Cadence
 from vtoken.core.ragged import Ints
 
 
@@ -19,6 +20,25 @@ def resolve_budget(config: VTokenConfig, options: RequestOptions, num_prompt_tok
         return budget
     # A product such as 0.1 * 30 may end up a rounding error above the integer that was meant.
     return max(math.ceil(round(budget * num_prompt_tokens, 9)), config.protected)
+
+
+def cadence_of(config: VTokenConfig, prompt_queries: int = 0, decode_queries: bool = False) -> Cadence:
+    """The rhythm that the settings ask for, with the queries that a policy wants observed."""
+    return Cadence(
+        interval=config.interval,
+        chunk=config.prefill_chunk if config.prefill_evict == "chunked" else 0,
+        recent=config.recent,
+        grace=config.grace,
+        prompt_queries=prompt_queries,
+        decode_queries=decode_queries,
+        score_interval=config.score_interval,
+    )
+
+
+def longest_request(config: VTokenConfig, max_length: int) -> int:
+    """The most tokens that a request of this length ever attends under the engine's own budget."""
+    budget = resolve_budget(config, RequestOptions(), max_length)
+    return max_length if budget >= max_length else cadence_of(config).peak_length(max_length, budget)
 
 
 def eviction_counts(
@@ -41,7 +61,7 @@ def eviction_counts(
         logical_length: tokens of the sequence after this forward, evicted ones included.
         prompt_length: tokens of the original prompt.
         budget: tokens; 0 for a request that is never reduced.
-        ends_prefill: this forward holds the last chunk of the prefill.
+        ends_prefill: this forward ends the prefill, or a part of it after which the prompt is reduced.
         decodes: this forward is a decode step.
         interval: tokens between two looks.
     """

@@ -5,14 +5,25 @@ blocks after a step are known when the step is scheduled. No report from the wor
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from vtoken.core.budget import eviction_counts
+from vtoken.core.cadence import Cadence
 from vtoken.core.ragged import Ints
 
-_COLUMNS = ("length", "forgotten", "blocks", "epoch", "prefilling", "budget", "prompt_length", "peak_blocks")
+_COLUMNS = (
+    "length",
+    "forgotten",
+    "blocks",
+    "epoch",
+    "prefilling",
+    "prefill_end",
+    "budget",
+    "prompt_length",
+    "peak_blocks",
+)
 
 
 @dataclass(frozen=True)
@@ -20,8 +31,9 @@ class StepCounts:
     """One step, per scheduled request, shape [R] each.
 
     ``length`` and ``epoch`` are those before the forward, ``num_blocks`` the blocks at the forward; ``evict``
-    tokens die after it, ``keep_blocks`` blocks stay, and the forward after that computes ``next_tokens`` tokens
-    that may recycle holes.
+    tokens die after it, none of them among the newest ``protect``; ``keep_blocks`` blocks stay, and the forward after
+    that computes ``next_tokens`` tokens that may recycle holes. The queries of the new tokens from ``observe_from`` on
+    are observed, each of which stands for ``stands_for`` queries.
     """
 
     new_tokens: Ints
@@ -31,6 +43,9 @@ class StepCounts:
     evict: Ints
     keep_blocks: Ints
     next_tokens: Ints
+    protect: Ints
+    observe_from: Ints
+    stands_for: Ints
 
 
 class LengthLedger:
@@ -38,15 +53,16 @@ class LengthLedger:
 
     Args:
         block_size: slots per block.
-        interval: tokens between two looks at a request, see ``budget.eviction_counts``.
+        cadence: when requests are reduced and observed.
     """
 
-    def __init__(self, block_size: int, interval: int, requests: int = 64) -> None:
+    def __init__(self, block_size: int, cadence: Cadence, requests: int = 64) -> None:
         self.block_size = block_size
-        self.interval = interval
+        self.cadence = cadence
         self.length = np.zeros(requests, dtype=np.int64)
         self.forgotten = np.zeros(requests, dtype=np.int64)
         self.prefilling = np.zeros(requests, dtype=np.bool_)
+        self.prefill_end = np.zeros(requests, dtype=np.int64)
         self.blocks = np.zeros(requests, dtype=np.int64)
         self.epoch = np.zeros(requests, dtype=np.int64)
         self.budget = np.zeros(requests, dtype=np.int64)
@@ -104,8 +120,19 @@ class LengthLedger:
         """
         row = self._row_of[req_id]
         if self.budget[row]:
-            self.peak_blocks[row] = self._blocks_for(np.maximum(tokens, self.budget[row]))
+            self.peak_blocks[row] = self._blocks_for(self.cadence.peak_length(tokens, int(self.budget[row])))
         return int(self.peak_blocks[row])
+
+    def most_blocks(self, req_id: str, final_length: int) -> int:
+        """The most blocks that the request can hold in its life, preempted or not."""
+        budget = int(self.budget[self._row_of[req_id]])
+        return self._blocks_for(self.cadence.peak_length(final_length, budget) if budget else final_length)
+
+    def clamp(self, req_id: str, computed: int, new_tokens: int) -> int:
+        """Cut a forward of a request so that it ends, at the latest, where its prompt has to be reduced."""
+        if not self.cadence.chunk or not self.budget[self._row_of[req_id]]:
+            return new_tokens
+        return min(new_tokens, self.cadence.chunk - computed % self.cadence.chunk)
 
     def committed_growth(self) -> int:
         """Blocks that admitted requests with a budget will still take before they are full-grown.
@@ -115,44 +142,65 @@ class LengthLedger:
         return int(np.where(self.blocks > 0, np.maximum(self.peak_blocks - self.blocks, 0), 0).sum())
 
     def schedule(
-        self, req_ids: list[str], new_tokens: Ints, logical_length: Ints, complete: NDArray[np.bool_]
+        self,
+        req_ids: list[str],
+        new_tokens: Ints,
+        logical_length: Ints,
+        known_length: Ints,
     ) -> StepCounts:
         """Advance every scheduled request past this step; shapes [R].
 
         Args:
             new_tokens: tokens that the step computes.
             logical_length: tokens of the sequence after the step, evicted ones included.
-            complete: after the step no known token of the request is left to compute, so that the next step
-                decodes.
+            known_length: tokens of the sequence that were known before it; while a request is being prefilled, all
+                that it has to compute before it decodes.
         """
         rows = np.array([self._row_of[req_id] for req_id in req_ids], dtype=np.int64)
         length, epoch = self.length[rows], self.epoch[rows]
         attended = length + new_tokens
         num_blocks = self._blocks_for(attended)
-        ends_prefill, decodes = complete & self.prefilling[rows], ~self.prefilling[rows]
+        decodes, budget = ~self.prefilling[rows], self.budget[rows]
+        prefill_end = self.prefill_end[rows] = np.where(decodes, self.prefill_end[rows], known_length)
+        ends_prefill = ~decodes & (logical_length >= known_length)
+        ends_part = ~decodes & (logical_length == self.cadence.next_reduction(logical_length, prefill_end))
         evict = eviction_counts(
             attended,
             logical_length,
             self.prompt_length[rows],
-            self.budget[rows],
-            ends_prefill,
+            budget,
+            ends_prefill | ends_part,
             decodes,
-            self.interval,
+            self.cadence.interval,
         )
         reduced = evict > 0
-        # The next forward decodes one token: its slot is kept, so that steady decoding allocates nothing.
-        next_tokens = reduced.astype(np.int64)
+        # A forward that decodes computes one token: its slot is kept, so that steady decoding allocates nothing.
+        next_tokens = (reduced & (decodes | ends_prefill)).astype(np.int64)
         keep_blocks = np.where(reduced, self._blocks_for(attended - evict + next_tokens), num_blocks)
+        observe_from = self.cadence.observed_from(
+            logical_length, new_tokens, prefill_end, self.prompt_length[rows], decodes
+        )
         self.length[rows] = attended - evict
         self.forgotten[rows] += evict
         self.epoch[rows] = epoch + reduced
         self.blocks[rows] = keep_blocks
-        self.prefilling[rows] &= ~complete
-        grown = self.budget[rows] > 0
-        self.peak_blocks[rows[ends_prefill & grown]] = self._blocks_for(self.budget[rows[ends_prefill & grown]])
-        return StepCounts(new_tokens, length, epoch, num_blocks, evict, keep_blocks, next_tokens)
+        self.prefilling[rows] = ~(decodes | ends_prefill)
+        full_grown = rows[ends_prefill & (budget > 0)]
+        self.peak_blocks[full_grown] = self._blocks_for(self.budget[full_grown])
+        return StepCounts(
+            new_tokens,
+            length,
+            epoch,
+            num_blocks,
+            evict,
+            keep_blocks,
+            next_tokens,
+            protect=self.cadence.protected_tail(logical_length, prefill_end),
+            observe_from=np.where(budget > 0, observe_from, new_tokens),
+            stands_for=np.where(decodes, self.cadence.score_interval, 1),
+        )
 
-    def _blocks_for(self, tokens: Ints) -> Ints:
+    def _blocks_for(self, tokens: Any) -> Any:
         return -(-tokens // self.block_size)
 
     def _grow(self) -> None:

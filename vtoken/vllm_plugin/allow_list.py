@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vtoken.config import VTokenConfig
+from vtoken.core.budget import longest_request
 
 VERIFIED_ARCHITECTURES = ("LlamaForCausalLM",)
 _STOCK_WORKERS = ("auto", "vllm.v1.worker.cpu_worker.CPUWorker", "vllm.v1.worker.gpu_worker.Worker")
@@ -131,18 +132,19 @@ def check_supported(vllm_config: Any, config: VTokenConfig) -> None:
                 f"vtoken: {refusal.option} has not been verified yet; {refusal.remedy}, "
                 "or set vtoken's option allow_unverified=True to try it."
             )
-    _check_pool(vllm_config)
+    _check_pool(vllm_config, config)
 
 
-def _check_pool(vllm_config: Any) -> None:
-    """A whole prompt must fit before it can be reduced, so the pool must hold one request of full length."""
-    cache, longest = vllm_config.cache_config, vllm_config.model_config.max_model_len
+def _check_pool(vllm_config: Any, config: VTokenConfig) -> None:
+    """The pool must hold one request of full length, at its peak: a whole prompt, unless it is reduced in chunks."""
+    cache, max_length = vllm_config.cache_config, vllm_config.model_config.max_model_len
+    longest = longest_request(config, max_length)
     if cache.num_gpu_blocks_override is None:
         return
     room = (cache.num_gpu_blocks_override - 1) * cache.block_size  # vLLM keeps one block for itself
     if room < longest:
         raise ValueError(
             f"vtoken: num_gpu_blocks_override={cache.num_gpu_blocks_override} leaves room for {room} tokens, too few "
-            f"for one request of max_model_len={longest}; raise it to at least "
-            f"{-(-longest // cache.block_size) + 1} or lower max_model_len."
+            f"for one request of max_model_len={max_length}, which takes {longest}; raise it to at least "
+            f"{-(-longest // cache.block_size) + 1}, lower max_model_len, or set vtoken's prefill_evict='chunked'."
         )

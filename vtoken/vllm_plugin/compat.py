@@ -23,10 +23,12 @@ from vllm.v1.request import Request
 from vllm.v1.worker.gpu_worker import Worker
 
 from vtoken.config import VTokenConfig
+from vtoken.core.budget import cadence_of
 from vtoken.core.ledger import LengthLedger
 from vtoken.core.trace import Trace
-from vtoken.kernels.layout import probe_layout
+from vtoken.kernels.layout import BlockLayout, probe_layout
 from vtoken.kernels.relocation import Relocator
+from vtoken.policies import Needs, load_policy
 from vtoken.vllm_plugin.kv_cache import EvictableAttentionManager, EvictableAttentionSpec
 from vtoken.vllm_plugin.protocol import StepPlan, StepReport
 from vtoken.vllm_plugin.scheduler import EvictionScheduler, ScheduledStep
@@ -66,9 +68,14 @@ class VTokenScheduler(Scheduler):
         (manager,) = self.kv_cache_manager.coordinator.single_type_managers
         assert isinstance(manager, EvictableAttentionManager)
         config = settings_of(self.vllm_config)
-        manager.ledger = LengthLedger(manager.block_size, config.interval)
+        needs = load_policy(config).needs
+        manager.ledger = LengthLedger(
+            manager.block_size, cadence_of(config, needs.prompt_queries, needs.decode_queries)
+        )
+        pool = self.kv_cache_manager.block_pool
+        # vLLM keeps one block for itself.
         self.vtoken = EvictionScheduler(
-            config, manager.ledger, manager.truncate, self.kv_cache_manager.block_pool.free_blocks
+            config, manager.ledger, pool.num_gpu_blocks - 1, manager.truncate, pool.free_blocks
         )
         self._scheduling = False
         self._ending: set[str] = set()
@@ -93,6 +100,11 @@ class VTokenScheduler(Scheduler):
             self.vtoken.admit_unreduced(request.request_id, request.num_prompt_tokens)
             self._end_with_error({request.request_id: str(error)})
 
+    def _reserve_prefill_lookahead(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:
+        # Where vLLM itself shortens chunks, just before their blocks are allocated.
+        clamped = self.vtoken.clamp(request.request_id, num_computed_tokens, num_new_tokens)
+        return super()._reserve_prefill_lookahead(request, num_computed_tokens, clamped)
+
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         self._scheduling = True
         try:
@@ -105,7 +117,7 @@ class VTokenScheduler(Scheduler):
                 list(output.num_scheduled_tokens),
                 output.num_scheduled_tokens.values(),
                 (request.num_computed_tokens for request in requests),
-                (not request.is_prefill_chunk for request in requests),
+                (request.num_tokens for request in requests),
             )
         )
         return output
@@ -169,8 +181,9 @@ class EvictingRunner(_Runner):
                 f"vtoken: the attention kernel splits blocks of {block_size} tokens, which is not supported yet; "
                 f"set block_size={self.input_batch.block_table[0].block_size}."
             )
-        relocate = _relocator([layers[name] for name in group.layer_names], group.kv_cache_spec)
-        self.vtoken = EvictionWorker(settings_of(self.vllm_config), block_size, relocate)
+        self.vtoken = _eviction_worker(
+            settings_of(self.vllm_config), [layers[name] for name in group.layer_names], group.kv_cache_spec
+        )
         self._vtoken_truncations: list[tuple[str, int]] = []
 
     def execute_model(self, scheduler_output: SchedulerOutput, intermediate_tensors: Any = None) -> Any:
@@ -180,7 +193,8 @@ class EvictingRunner(_Runner):
         self.vtoken.begin_step(
             plan_of(scheduler_output),
             ended=[*scheduler_output.finished_req_ids, *(scheduler_output.preempted_req_ids or ())],
-            started=[*(new.req_id for new in scheduler_output.scheduled_new_reqs), *resumed],
+            started={new.req_id: new.prompt_token_ids for new in scheduler_output.scheduled_new_reqs}
+            | {req_id: self.requests[req_id].prompt_token_ids for req_id in resumed},
         )
         output = super().execute_model(scheduler_output, intermediate_tensors)
         if output is None:
@@ -235,24 +249,68 @@ def _evictable(name: str, spec: KVCacheSpec) -> KVCacheSpec:
     return EvictableAttentionSpec(**{name: getattr(spec, name) for name in spec.__dataclass_fields__})
 
 
-def _relocator(layers: list[Any], spec: EvictableAttentionSpec) -> Relocator:
-    """View all layers as one tensor [layers, blocks, numbers per block], and probe where a token's numbers lie."""
-    caches = sorted((layer.kv_cache for layer in layers), key=lambda cache: cache.data_ptr())
+def _eviction_worker(config: VTokenConfig, layers: list[Any], spec: EvictableAttentionSpec) -> EvictionWorker:
+    """The worker's part over the caches of these attention layers, with what its policy needs measured."""
+    cache = _all_layers([layer.kv_cache for layer in layers])
+    layout = _probe(layers[0], spec)
+    needs = load_policy(config).needs
+    observer = _observe(config, layers, layout, spec, needs) if needs.attention else None
+    key_norms = None
+    return EvictionWorker(config, spec.block_size, Relocator(cache, layout), observer, key_norms)
+
+
+def _observe(
+    config: VTokenConfig, layers: list[Any], layout: BlockLayout, spec: EvictableAttentionSpec, needs: Needs
+) -> Any:
+    """Lay an observer over the layers whose attention counts, or refuse with ValueError in one sentence."""
+    chosen = list(range(len(layers))) if config.score_layers is None else sorted(set(config.score_layers))
+    if chosen[-1:] >= [len(layers)] or not chosen:
+        raise ValueError(
+            f"vtoken: option 'score_layers' = {config.score_layers} must name some of the model's layers, "
+            f"which are 0 to {len(layers) - 1}."
+        )
+    observed = [layers[n] for n in chosen]
+    impl = observed[0].impl
+    if type(impl).__name__ != "CPUAttentionBackendImpl" or impl.logits_soft_cap or impl.sinks is not None:
+        raise ValueError(
+            f"vtoken: policy '{config.policy}' looks at attention, which is not supported yet with "
+            f"{type(impl).__name__} or with a soft cap or sinks in attention; use streaming_llm, random or key_norm."
+        )
+    check_vec_layout(layout, spec.num_kv_heads, spec.head_size)
+    observer = AttentionObserver(
+        *vec_views(observed[0].kv_cache),
+        num_query_heads=impl.num_heads,
+        num_layers=len(observed),
+        scale=impl.scale,
+        each_query=needs.each_query,
+        decay=needs.query_decay,
+    )
+    observe(observed, observer)
+    return observer
+
+
+def _all_layers(caches: list[torch.Tensor]) -> torch.Tensor:
+    """View the layers' caches as one tensor [layers, blocks, numbers per block]."""
+    caches = sorted(caches, key=lambda cache: cache.data_ptr())
     first, numbers = caches[0], caches[0][0].numel()
     steps = {b.storage_offset() - a.storage_offset() for a, b in pairwise(caches)}
     if len(steps) > 1 or len({cache.untyped_storage().data_ptr() for cache in caches}) > 1:
         raise ValueError(
             "vtoken: the layers' KV caches are not evenly spaced in one allocation; remove VLLM_KV_CACHE_LAYOUT."
         )
-    every = first.as_strided((len(caches), first.shape[0], numbers), (steps.pop() if steps else 0, first.stride(0), 1))
-    layer = layers[0]
+    return first.as_strided((len(caches), first.shape[0], numbers), (steps.pop() if steps else 0, first.stride(0), 1))
+
+
+def _probe(layer: Any, spec: EvictableAttentionSpec) -> BlockLayout:
+    """Find where a token's numbers lie, by letting the layer write some into a scratch block."""
+    cache = layer.kv_cache
 
     def write(key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
         dtype = cache.dtype
         layer.impl.do_kv_cache_update(layer, key.to(dtype), value.to(dtype), cache, slots)
 
-    scratch = torch.empty_strided((1, *first.shape[1:]), first.stride(), dtype=first.dtype, device=first.device)
-    return Relocator(every, probe_layout(write, scratch, spec.num_kv_heads, spec.head_size))
+    scratch = torch.empty_strided((1, *cache.shape[1:]), cache.stride(), dtype=cache.dtype, device=cache.device)
+    return probe_layout(write, scratch, spec.num_kv_heads, spec.head_size)
 
 
 def _plain_traces(runner: Any) -> dict[str, dict[str, Any]]:

@@ -3,16 +3,25 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from vllm.config import VllmConfig
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from vtoken.config import VTokenConfig
+from vtoken.core.budget import longest_request
 from vtoken.core.ledger import LengthLedger
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvictableAttentionSpec(FullAttentionSpec):
     """Full attention over the tokens that are still there. Carries no settings: merging specs would reset them."""
+
+    def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
+        """What one request of full length takes at its peak; vLLM refuses to start with less."""
+        config: VTokenConfig = vllm_config.additional_config.vtoken
+        longest = longest_request(config, vllm_config.model_config.max_model_len)
+        return -(-longest // self.block_size) * self.page_size_bytes
 
 
 class EvictableAttentionManager(FullAttentionManager):
@@ -36,9 +45,13 @@ class EvictableAttentionManager(FullAttentionManager):
         A request with a budget never outgrows it, so what it and the running ones will still take is known.
         Keeping that free means that no admission leads to a preemption, as long as every running request has one.
         """
+        tokens = self.ledger.physical_length(request_id, num_tokens)
+        peak = self.ledger.expect_prefill(request_id, num_tokens) if apply_admission_cap else 0
+        if peak:
+            tokens = min(tokens, peak * self.block_size)
         needed = super().get_num_blocks_to_allocate(
             request_id,
-            self.ledger.physical_length(request_id, num_tokens),
+            tokens,
             new_computed_blocks,
             total_computed_tokens,
             num_local_computed_tokens,
@@ -48,7 +61,6 @@ class EvictableAttentionManager(FullAttentionManager):
         )
         if not apply_admission_cap:
             return needed
-        peak = self.ledger.expect_prefill(request_id, num_tokens)
         return max(needed, peak) + self.ledger.committed_growth()
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[KVCacheBlock]:

@@ -85,7 +85,7 @@ def parse_config(options: Mapping[str, Any] | VTokenConfig) -> VTokenConfig:
             "such as {'budget': 0.25}."
         )
     config = options if isinstance(options, VTokenConfig) else VTokenConfig(**options)
-    load_policy(config.policy)
+    load_policy(config)
     return config
 
 

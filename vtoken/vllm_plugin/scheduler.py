@@ -29,7 +29,7 @@ class ScheduledStep:
     req_ids: list[str]
     new_tokens: Iterable[int]
     logical_length: Iterable[int]
-    complete: Iterable[bool]
+    known_length: Iterable[int]
 
 
 class EvictionScheduler:
@@ -38,6 +38,7 @@ class EvictionScheduler:
     Args:
         config: the engine's settings.
         ledger: counts per request, shared with the KV-cache manager.
+        pool_blocks: blocks that requests can hold.
         truncate: (request id, blocks to keep) -> the blocks cut off, still owned by the request.
         free: returns blocks to vLLM's pool.
     """
@@ -46,12 +47,14 @@ class EvictionScheduler:
         self,
         config: VTokenConfig,
         ledger: LengthLedger,
+        pool_blocks: int,
         truncate: Callable[[str, int], list[Any]],
         free: Callable[[list[Any]], None],
     ) -> None:
         self.stats = ReclamationStats()
         self._config = config
         self._ledger = ledger
+        self._pool_blocks = pool_blocks
         self._truncate = truncate
         self._free = free
         self._step = 0
@@ -68,10 +71,25 @@ class EvictionScheduler:
         return self._ledger.live_tokens()
 
     def admit(self, req_id: str, prompt_length: int, max_tokens: int, extra_args: Mapping[str, Any] | None) -> None:
-        """Fix the limits of a request on arrival. Raises ValueError, in one sentence, for bad settings."""
+        """Fix the limits of a request on arrival.
+
+        Raises:
+            ValueError: one sentence, for bad settings or for a request that the pool could never hold.
+        """
         options = RequestOptions.from_extra_args(extra_args, self._config)
         budget = resolve_budget(self._config, options, prompt_length)
         self._ledger.open(req_id, prompt_length, budget, prompt_length + max_tokens)
+        peak = self._ledger.most_blocks(req_id, prompt_length + max_tokens)
+        if peak > self._pool_blocks:
+            self._ledger.close(req_id)
+            raise ValueError(
+                f"vtoken: request {req_id} with a budget of {budget} tokens needs {peak} blocks at its peak, and the "
+                f"pool has {self._pool_blocks}; give it a smaller 'vtoken.budget' or make the pool larger."
+            )
+
+    def clamp(self, req_id: str, computed: int, new_tokens: int) -> int:
+        """Cut a chunk of a prompt so that it ends where the prompt has to be reduced."""
+        return self._ledger.clamp(req_id, computed, new_tokens)
 
     def admit_unreduced(self, req_id: str, prompt_length: int) -> None:
         """Register a request that will be refused: it needs a row, and no budget."""
@@ -87,7 +105,7 @@ class EvictionScheduler:
             scheduled.req_ids,
             np.fromiter(scheduled.new_tokens, dtype=np.int64),
             np.fromiter(scheduled.logical_length, dtype=np.int64),
-            np.fromiter(scheduled.complete, dtype=np.bool_),
+            np.fromiter(scheduled.known_length, dtype=np.int64),
         )
         released: list[Any] = []
         for index in np.flatnonzero(counts.keep_blocks < counts.num_blocks).tolist():

@@ -1,19 +1,21 @@
 """One worker's part: which tokens die, where the survivors lie, and where the next token is written."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vtoken.config import VTokenConfig
+from vtoken.core.observed import ObservedQueries
 from vtoken.core.ragged import Ints, offsets_of, ranges
 from vtoken.core.reclamation import FillReclamation
 from vtoken.core.selection import select_victims
 from vtoken.core.token_table import TokenTable
 from vtoken.core.trace import Incarnation, Trace
-from vtoken.policies import PolicyBatch, load_policy
+from vtoken.policies import load_policy
 from vtoken.vllm_plugin.protocol import StepPlan, StepReport
+from vtoken.vllm_plugin.scores import KeyNorms, Observer, ScoreKeeper
 
 Relocate = Callable[[Ints, Ints], None]
 """(source slots, destination slots) -> None"""
@@ -41,12 +43,21 @@ class EvictionWorker:
         config: the engine's settings.
         block_size: slots per block.
         relocate: copies K/V between slots, in all layers.
+        observer, key_norms: measure what the policy needs, if it needs anything.
     """
 
-    def __init__(self, config: VTokenConfig, block_size: int, relocate: Relocate) -> None:
+    def __init__(
+        self,
+        config: VTokenConfig,
+        block_size: int,
+        relocate: Relocate,
+        observer: Observer | None = None,
+        key_norms: KeyNorms | None = None,
+    ) -> None:
         self.table = TokenTable(block_size)
         self._config = config
-        self._policy = load_policy(config.policy)
+        self._policy = load_policy(config)
+        self._scores = ScoreKeeper(self.table, self._policy, observer, key_norms)
         self._reclamation = FillReclamation(self.table)
         self._relocate = relocate
         self._traces: dict[str, Trace] = {}
@@ -54,17 +65,18 @@ class EvictionWorker:
         self._report: StepReport | None = None
         self._healthy = np.empty(0, dtype=np.int64)
         self._rows = np.empty(0, dtype=np.int64)
+        self._new_tokens = (self._rows, self._rows, self._rows)
 
-    def begin_step(self, plan: StepPlan, ended: Iterable[str], started: Iterable[str]) -> None:
-        """Take up a plan. ``ended`` requests lost their cache; ``started`` ones begin with an empty one.
+    def begin_step(self, plan: StepPlan, ended: Iterable[str], started: Mapping[str, Sequence[int] | None]) -> None:
+        """Take up a plan. ``ended`` requests lost their cache; ``started`` ones, by prompt, begin with an empty one.
 
         An id may be in both: a request was preempted and resumed at once, or the id was used again.
         """
         for req_id in ended:
             self.table.drop_request(req_id)
-        for req_id in started:
+        for req_id, prompt in started.items():
             self.table.drop_request(req_id)
-            self.table.add_request(req_id)
+            self._scores.start(self.table.add_request(req_id), prompt)
             if self._config.record_trace:
                 self._traces.setdefault(req_id, Trace()).incarnations.append(Incarnation())
         self._plan, self._report = plan, StepReport(plan.step)
@@ -88,7 +100,12 @@ class EvictionWorker:
         ok, failed = np.flatnonzero(~wrong), index[wrong]
         self._healthy, rows, index = ok, rows[ok], index[ok]
         slots = self.table.sync_new_tokens(rows, batch_blocks[index], num_blocks[ok], counts.new_tokens[ok])
-        tokens, length = ranges(starts[index], counts.new_tokens[ok]), self.table.num_live[rows]
+        new_tokens, length = counts.new_tokens[ok], self.table.num_live[rows]
+        tokens = ranges(starts[index], new_tokens)
+        owner, logical = np.repeat(rows, new_tokens), ranges(self.table.length[rows] - new_tokens, new_tokens)
+        self._new_tokens = (owner, logical, slots)
+        self._scores.follow(owner, logical)
+        self._watch(index, starts, length, batch_blocks)
         if len(failed):
             stray = ranges(starts[failed], counts.new_tokens[wrong])
             tokens, slots = np.concatenate([tokens, stray]), np.concatenate([slots, np.zeros_like(stray)])
@@ -102,6 +119,9 @@ class EvictionWorker:
         """
         assert self._plan is not None and self._report is not None
         counts = self._plan.counts
+        self._scores.absorb_keys(*self._new_tokens)
+        for row in self._scores.absorb_attention().tolist():
+            self._refuse_attention(row)
         dying = self._healthy[counts.evict[self._healthy] > 0]
         victims = self._choose_victims(dying) if len(dying) else np.empty(0, dtype=np.int64)
         released = self._forget(dying, victims) if len(dying) else []
@@ -137,18 +157,41 @@ class EvictionWorker:
             )
         return wrong
 
+    def _watch(self, index: Ints, starts: Ints, length: Ints, batch_blocks: NDArray[np.int32]) -> None:
+        """Tell what the coming forward has to observe; ``index`` and ``length`` run over the healthy requests."""
+        assert self._plan is not None
+        counts, ok = self._plan.counts, self._healthy
+        count = (counts.new_tokens - counts.observe_from)[ok]
+        seen = np.flatnonzero(count)
+        queries = ObservedQueries(
+            index[seen],
+            starts[index[seen]] + counts.observe_from[ok[seen]],
+            count[seen],
+            length[seen],
+            whole=int(count.sum()) == int(counts.new_tokens.sum()),
+        )
+        self._scores.watch(self._rows[ok[seen]], counts.stands_for[ok[seen]], queries, batch_blocks)
+
+    def _refuse_attention(self, row: int) -> None:
+        assert self._plan is not None and self._report is not None
+        req_id = self._plan.req_ids[int(np.flatnonzero(self._rows == row)[0])]
+        self._report.errors[req_id] = (
+            f"vtoken: the attention of request {req_id} does not sum to one per head and layer, so the model's "
+            "numbers are out of range; use a dtype with a larger range."
+        )
+
     def _choose_victims(self, dying: Ints) -> Ints:
         """Logical ids to evict, request by request, in the order of ``dying`` (indices into the plan)."""
         assert self._plan is not None
-        table, counts = self.table, self._plan.counts
-        rows = self._rows[dying]
-        live, length = table.num_live[rows], table.length[rows]
-        # A forward leaves no holes, so the live tokens are exactly the first positions of each row.
-        flat = ranges(np.zeros_like(live), live)
-        tokens = table.logical_at[np.repeat(rows, live), flat].astype(np.int64)
-        priority = self._policy.priority(PolicyBatch(tokens, offsets_of(live), length))
+        counts, batch = self._plan.counts, self._scores.batch(self._rows[dying])
         return select_victims(
-            priority, tokens, live, length, counts.evict[dying], self._config.sinks, self._config.recent
+            self._policy.priority(batch),
+            batch.tokens,
+            batch.counts,
+            batch.length,
+            counts.evict[dying],
+            self._config.sinks,
+            counts.protect[dying],
         )
 
     def _forget(self, dying: Ints, victims: Ints) -> list[tuple[str, int]]:
