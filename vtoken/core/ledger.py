@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from vtoken.core.budget import eviction_counts
 from vtoken.core.cadence import Cadence
@@ -33,7 +34,8 @@ class StepCounts:
     ``length`` and ``epoch`` are those before the forward, ``num_blocks`` the blocks at the forward; ``evict``
     tokens die after it, none of them among the newest ``protect``; ``keep_blocks`` blocks stay, and the forward after
     that computes ``next_tokens`` tokens that may recycle holes. The queries of the new tokens from ``observe_from`` on
-    are observed, each of which stands for ``stands_for`` queries.
+    are observed; ``decodes`` says that the forward is a decode step, ``ends_part`` that it is the last one before a
+    prompt is reduced.
     """
 
     new_tokens: Ints
@@ -45,7 +47,8 @@ class StepCounts:
     next_tokens: Ints
     protect: Ints
     observe_from: Ints
-    stands_for: Ints
+    decodes: NDArray[np.bool_]
+    ends_part: NDArray[np.bool_]
 
 
 class LengthLedger:
@@ -169,7 +172,7 @@ class LengthLedger:
             logical_length,
             self.prompt_length[rows],
             budget,
-            ends_prefill | ends_part,
+            ends_part,
             decodes,
             self.cadence.interval,
         )
@@ -197,7 +200,8 @@ class LengthLedger:
             next_tokens,
             protect=self.cadence.protected_tail(logical_length, prefill_end),
             observe_from=np.where(budget > 0, observe_from, new_tokens),
-            stands_for=np.where(decodes, self.cadence.score_interval, 1),
+            decodes=decodes,
+            ends_part=ends_part,
         )
 
     def _blocks_for(self, tokens: Any) -> Any:

@@ -68,7 +68,9 @@ class PolicyBatch:
 
 @dataclass(frozen=True)
 class Observation(PolicyBatch):
-    """What attention gave each live token in one forward.
+    """What attention gave each live token in one decode step, or in a prompt up to where it is reduced.
+
+    In how many forwards a prompt was computed does not show: its queries are summed up before they are shown.
 
     Attributes:
         mass: attention probability summed over query heads, the observed layers and the observed queries, older
@@ -77,12 +79,14 @@ class Observation(PolicyBatch):
         queries: queries that ``mass`` stands for, int64 [R].
         position: logical position of the last of them, int64 [R]; a later token has no mass from it.
         attended: tokens that it attended, itself included, int64 [R].
+        of_prompt: whether these are queries of a prompt rather than of a decode step, bool [R].
     """
 
     mass: Any = None
     queries: Any = None
     position: Any = None
     attended: Any = None
+    of_prompt: Any = None
 
 
 class Policy(ABC):

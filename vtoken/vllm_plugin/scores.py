@@ -2,6 +2,7 @@
 
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -33,28 +34,43 @@ class Observer(Protocol):
         """
 
 
+@dataclass(frozen=True)
+class _Watched:
+    """The requests whose queries a forward observes, shape [R] each; see ``StepCounts`` for the flags."""
+
+    rows: Ints
+    decodes: NDArray[np.bool_]
+    ends_part: NDArray[np.bool_]
+    queries: ObservedQueries
+
+
 class ScoreKeeper:
     """Feeds a policy with what its needs say, and keeps what it makes of it.
 
     Args:
         table: where the tokens lie.
-        policy: whose ``observe`` and ``priority`` are called.
+        policy: whose ``observe`` is called.
+        score_interval: decode queries that an observed one stands for.
         observer: for policies that look at attention.
         key_norms: for policies that look at keys.
     """
 
     def __init__(
-        self, table: TokenTable, policy: Policy, observer: Observer | None = None, key_norms: KeyNorms | None = None
+        self,
+        table: TokenTable,
+        policy: Policy,
+        score_interval: int = 1,
+        observer: Observer | None = None,
+        key_norms: KeyNorms | None = None,
     ) -> None:
         self._table = table
         self._policy = policy
         self._needs = policy.needs
+        self._score_interval = score_interval
         self._observer = observer
         self._key_norms = key_norms
         self._scores = TokenScores(table)
-        self._rows = np.empty(0, dtype=np.int64)
-        self._stands_for = np.empty(0, dtype=np.int64)
-        self._queries: ObservedQueries | None = None
+        self._watched: _Watched | None = None
         assert observer is not None or not self._needs.attention
         assert key_norms is not None or not self._needs.key_norms
 
@@ -67,13 +83,18 @@ class ScoreKeeper:
         """New tokens have a slot, shape [N] each."""
         self._scores.follow(rows, tokens)
 
-    def watch(self, rows: Ints, stands_for: Ints, queries: ObservedQueries, block_table: NDArray[np.int32]) -> None:
-        """The next forward's observed queries, of requests in these rows; each stands for so many queries."""
-        if self._observer is None:
-            return
-        self._rows, self._stands_for = rows, stands_for
-        self._queries = queries if len(rows) else None
-        self._observer.begin(self._queries, block_table)
+    def watch(
+        self,
+        rows: Ints,
+        decodes: NDArray[np.bool_],
+        ends_part: NDArray[np.bool_],
+        queries: ObservedQueries,
+        block_table: NDArray[np.int32],
+    ) -> None:
+        """The next forward's observed queries, of requests in these rows; the flags are those of ``StepCounts``."""
+        if self._observer is not None:
+            self._watched = _Watched(rows, decodes, ends_part, queries) if len(rows) else None
+            self._observer.begin(queries if len(rows) else None, block_table)
 
     def absorb_keys(self, rows: Ints, tokens: Ints, slots: Ints) -> None:
         """The forward has written these tokens' keys, shape [N] each."""
@@ -82,22 +103,22 @@ class ScoreKeeper:
 
     def absorb_attention(self) -> Ints:
         """Let the policy look at the forward that has just ended; rows whose attention is no probability."""
-        if self._queries is None:
+        watched, self._watched = self._watched, None
+        if watched is None:
             return np.empty(0, dtype=np.int64)
         assert self._observer is not None
-        queries, mass = self._queries, self._observer.take()
-        self._queries = None
+        mass, queries = self._observer.take(), watched.queries
         if not self._needs.each_query:
-            return self._absorb(np.arange(len(self._rows)), queries.count, queries.attended, mass)
+            return self._absorb_sum(watched, mass)
         lines = np.repeat(queries.attended, queries.count)
         starts, first_line = offsets_of(lines)[:-1], offsets_of(queries.count)[:-1]
         wrong = []
         for turn in range(int(queries.count.max())):
             some = np.flatnonzero(queries.count > turn)
-            widths = queries.attended[some]
-            line = ranges(starts[first_line[some] + turn], widths)
-            seen_by_it = queries.attended[some] - (queries.count[some] - 1 - turn)
-            wrong.append(self._absorb(some, np.ones_like(some), seen_by_it, mass[line]))
+            later = queries.count[some] - 1 - turn
+            line = mass[ranges(starts[first_line[some] + turn], queries.attended[some])]
+            wrong.append(self._blank_wrong(watched.rows[some], line, np.ones_like(some)))
+            self._show(watched.rows[some], line, np.ones_like(some), later, ~watched.decodes[some])
         return np.unique(np.concatenate(wrong))
 
     def batch(self, rows: Ints) -> PolicyBatch:
@@ -113,38 +134,65 @@ class ScoreKeeper:
             self._scores.key_norm[owner, tokens],
         )
 
-    def _absorb(self, some: Ints, count: Ints, attended: Ints, mass: Floats) -> Ints:
-        """``some`` are indices into the watched requests; the other arrays run over them and their tokens."""
-        assert self._observer is not None and self._queries is None
-        rows, stands_for = self._rows[some], self._stands_for[some]
+    def _absorb_sum(self, watched: "_Watched", mass: Floats) -> Ints:
+        """Add a prompt's queries to those before them, and show what is complete."""
+        rows, count = watched.rows, watched.queries.count
+        wrong = self._blank_wrong(rows, mass, count)
+        scores, prompts = self._scores, ~watched.decodes
+        if prompts.any():
+            owner, tokens, live = self._live(rows)
+            of_prompt = np.repeat(prompts, live)
+            place = owner[of_prompt], tokens[of_prompt]
+            fading = np.repeat(self._needs.query_decay ** count[prompts].astype(np.float64), live[prompts])
+            total = scores.pending[place] * fading.astype(np.float32) + mass[of_prompt]
+            scores.pending[place] = mass[of_prompt] = total
+            count = np.where(prompts, count + scores.pending_queries[rows], count)
+            scores.pending_queries[rows[prompts]] = count[prompts]
+        whole = watched.decodes | watched.ends_part
+        if not whole.all():
+            mass = mass[np.repeat(whole, self._table.num_live[rows])]
+        rows, prompts, count = rows[whole], prompts[whole], count[whole]
+        if len(rows):
+            self._show(rows, mass, count, np.zeros_like(count), prompts)
+        if prompts.any():
+            owner, tokens, _ = self._live(rows[prompts])
+            scores.pending[owner, tokens] = 0
+            scores.pending_queries[rows[prompts]] = 0
+        return wrong
+
+    def _show(self, rows: Ints, mass: Floats, count: Ints, later: Ints, of_prompt: NDArray[np.bool_]) -> None:
+        """Let the policy observe ``count`` queries of each request, the last of which has ``later`` tokens after it."""
         owner, tokens, live = self._live(rows)
-        wrong = self._wrong(mass, live, count)
-        if wrong.any():
-            mass = np.where(wrong[segment_ids(live)], np.float32(0), mass)
+        stands_for = np.where(of_prompt, 1, self._score_interval)
+        length = self._table.length[rows]
         seen = Observation(
             np,
             tokens,
             live,
-            self._table.length[rows],
+            length,
             self._scores.prompt_hash[rows],
             self._scores.state[owner, tokens],
             self._scores.key_norm[owner, tokens],
-            mass=mass * np.repeat(stands_for, live).astype(np.float32),
+            mass=mass if self._score_interval == 1 else mass * np.repeat(stands_for, live).astype(np.float32),
             queries=count * stands_for,
-            position=self._table.length[rows] - 1 - (live - attended),
-            attended=attended,
+            position=length - 1 - later,
+            attended=live - later,
+            of_prompt=of_prompt,
         )
         self._scores.state[owner, tokens] = self._policy.observe(seen)
-        return rows[wrong]
 
-    def _wrong(self, mass: Floats, live: Ints, count: Ints) -> NDArray[np.bool_]:
-        """Whether a request's mass is not what ``count`` queries must sum to; written so that NaN is wrong."""
+    def _blank_wrong(self, rows: Ints, mass: Floats, count: Ints) -> Ints:
+        """Set to zero what is not the mass of ``count`` queries, and return the rows; written so that NaN is wrong."""
         assert self._observer is not None
+        live = self._table.num_live[rows]
         sums = np.add.reduceat(mass, offsets_of(live)[:-1], dtype=np.float64)
         decay = self._needs.query_decay
         weights = count if decay == 1 else (1 - decay ** count.astype(np.float64)) / (1 - decay)
         expected = self._observer.heads * weights
-        return ~(np.abs(sums - expected) <= 1e-3 * expected)
+        wrong = ~(np.abs(sums - expected) <= 1e-3 * expected)
+        if wrong.any():
+            mass[wrong[segment_ids(live)]] = 0
+        return rows[wrong]
 
     def _live(self, rows: Ints) -> tuple[Ints, Ints, Ints]:
         """(row, logical id) of every live token and the number per request; without holes they come first."""

@@ -57,7 +57,7 @@ class EvictionWorker:
         self.table = TokenTable(block_size)
         self._config = config
         self._policy = load_policy(config)
-        self._scores = ScoreKeeper(self.table, self._policy, observer, key_norms)
+        self._scores = ScoreKeeper(self.table, self._policy, config.score_interval, observer, key_norms)
         self._reclamation = FillReclamation(self.table)
         self._relocate = relocate
         self._traces: dict[str, Trace] = {}
@@ -170,7 +170,8 @@ class EvictionWorker:
             length[seen],
             whole=int(count.sum()) == int(counts.new_tokens.sum()),
         )
-        self._scores.watch(self._rows[ok[seen]], counts.stands_for[ok[seen]], queries, batch_blocks)
+        here = ok[seen]
+        self._scores.watch(self._rows[here], counts.decodes[here], counts.ends_part[here], queries, batch_blocks)
 
     def _refuse_attention(self, row: int) -> None:
         assert self._plan is not None and self._report is not None

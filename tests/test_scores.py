@@ -1,0 +1,340 @@
+"""What the policy is told: masses and key norms of the right tokens, at the right moments, and nothing else."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vtoken.config import VTokenConfig
+from vtoken.core.budget import cadence_of
+from vtoken.core.ledger import LengthLedger
+from vtoken.core.observed import ObservedQueries
+from vtoken.policies import ALL, Needs, Observation, Policy, PolicyBatch
+from vtoken.vllm_plugin.protocol import StepPlan
+from vtoken.vllm_plugin.worker import EvictionWorker
+
+S = 16
+HEADS = 6
+
+
+def attention(tokens: Sequence[int], query: int) -> np.ndarray:
+    """What the query at logical position ``query`` gives to these tokens: a function of ids alone, summing to HEADS."""
+    ids = np.asarray(tokens, dtype=np.float64)
+    weight = np.where(ids <= query, 1 + (ids * 7 + query * 3) % 11, 0)
+    return HEADS * weight / weight.sum()
+
+
+@dataclass
+class FakeObserver:
+    """Answers with ``attention`` of the tokens that the table says lie at each request's positions."""
+
+    each_query: bool = False
+    decay: float = 1.0
+    heads: int = HEADS
+    asked: list[ObservedQueries | None] = field(default_factory=list)
+    spoil: float = 1.0
+    worker: Any = None
+
+    def begin(self, queries: ObservedQueries | None, block_table: Any) -> None:
+        self.asked.append(queries)
+
+    def take(self) -> np.ndarray:
+        queries, table, lines = self.asked[-1], self.worker.table, []
+        assert queries is not None
+        for index, count, attended in zip(queries.index, queries.count, queries.attended, strict=True):
+            row = int(table.rows([f"r{index}"])[0])
+            tokens, last = table.logical_at[row, :attended], int(table.length[row]) - 1
+            rows = np.array([attention(tokens, last - back) for back in range(count - 1, -1, -1)])
+            weights = self.decay ** np.arange(count - 1, -1, -1)
+            lines += list(rows) if self.each_query else [weights @ rows]
+        return (np.concatenate(lines) * self.spoil).astype(np.float32)
+
+
+@dataclass(frozen=True)
+class Recorder(Policy):
+    """Remembers what it was shown. state = old state * 2 + mass."""
+
+    asks: Needs
+    seen: list[Observation] = field(default_factory=list)
+    shown: list[PolicyBatch] = field(default_factory=list)
+
+    @property
+    def needs(self) -> Needs:
+        return self.asks
+
+    def observe(self, seen: Observation) -> Any:
+        self.seen.append(seen)
+        return seen.state * 2 + seen.mass
+
+    def priority(self, batch: PolicyBatch) -> Any:
+        self.shown.append(batch)
+        return batch.tokens
+
+
+class Driver:
+    """A ledger and a worker, stepped together; requests are r0, r1, ... in batch order."""
+
+    def __init__(self, needs: Needs, observer: FakeObserver | None = None, **settings: Any) -> None:
+        self.config = VTokenConfig(**{"sinks": 2, "recent": 4, **settings})
+        self.policy = Recorder(needs)
+        self.observer = observer or FakeObserver(needs.each_query, needs.query_decay)
+        self.moved: list[int] = []
+        self.ledger = LengthLedger(S, cadence_of(self.config, needs.prompt_queries, needs.decode_queries))
+        self.worker = EvictionWorker(
+            self.config,
+            S,
+            lambda sources, destinations: self.moved.extend(destinations.tolist()),
+            self.observer,
+            lambda slots: (slots % 97).astype(np.float32),
+        )
+        self.worker._policy = self.worker._scores._policy = self.policy
+        self.worker._scores._needs = needs
+        self.observer.worker = self.worker
+        self.computed: dict[str, int] = {}
+        self.known: dict[str, int] = {}
+        self.errors: dict[str, str] = {}
+        self.fresh: dict[str, list[int]] = {}
+
+    def add(self, prompt: int, budget: int) -> None:
+        name = f"r{len(self.known)}"
+        self.ledger.open(name, prompt, budget, prompt + 1000)
+        self.known[name], self.computed[name] = prompt, 0
+        self.fresh[name] = list(range(prompt))
+
+    def step(self, *counts: int) -> None:
+        """Each request computes so many tokens; none: the next one, or all that is left of its prompt."""
+        names = list(self.known)
+        new = np.array(counts or [max(self.known[n] - self.computed[n], 1) for n in names], dtype=np.int64)
+        for name, count in zip(names, new.tolist(), strict=True):
+            self.computed[name] += count
+            self.known[name] = max(self.known[name], self.computed[name])
+        logical = np.array([self.computed[n] for n in names])
+        plan = StepPlan(0, names, self.ledger.schedule(names, new, logical, np.array([self.known[n] for n in names])))
+        self.worker.begin_step(plan, [], self.fresh)
+        self.fresh = {}
+        blocks = np.arange(1, 1 + 64 * len(names), dtype=np.int32).reshape(len(names), 64)
+        starts = np.concatenate([[0], np.cumsum(new)])
+        self.worker.place_tokens(np.arange(len(names)), blocks, plan.counts.num_blocks, starts)
+        self.worker.evict()
+        self.errors = self.worker.take_report().errors
+
+    def queries(self) -> list[tuple[int, int, int, int]]:
+        """(request, first query's place in the batch, queries, positions attended) of the last forward."""
+        asked = self.observer.asked[-1]
+        if asked is None:
+            return []
+        return [tuple(map(int, row)) for row in zip(asked.index, asked.first, asked.count, asked.attended, strict=True)]
+
+
+ALL_QUERIES = Needs(prompt_queries=ALL, decode_queries=True)
+
+
+class TestWhatIsObserved:
+    def test_every_query(self) -> None:
+        driver = Driver(ALL_QUERIES)
+        driver.add(40, budget=20)
+        driver.add(30, budget=20)
+        driver.step()
+        assert driver.queries() == [(0, 0, 40, 40), (1, 40, 30, 30)]
+        driver.step()
+        assert driver.queries() == [(0, 0, 1, 20), (1, 1, 1, 20)]
+        assert driver.observer.asked[-1].whole
+
+    def test_the_last_queries_of_a_prompt_that_comes_in_parts(self) -> None:
+        driver = Driver(Needs(prompt_queries=8))
+        driver.add(40, budget=20)
+        driver.known["r0"] = 40
+        for part, expected in ((30, []), (5, [(0, 2, 3, 35)]), (5, [(0, 0, 5, 40)])):
+            driver.step(part)
+            assert driver.queries() == expected
+        driver.step()
+        assert driver.queries() == []
+
+    def test_the_window_before_each_chunk(self) -> None:
+        driver = Driver(Needs(prompt_queries=8), prefill_evict="chunked", prefill_chunk=16)
+        driver.add(40, budget=20)
+        asked = []
+        for part in (16, 10, 6, 8):
+            driver.step(part)
+            asked.append(driver.queries())
+        assert asked == [[(0, 8, 8, 16)], [(0, 8, 2, 26)], [(0, 0, 6, 32)], [(0, 0, 8, 27)]]
+
+    def test_a_window_longer_than_the_prompt(self) -> None:
+        driver = Driver(Needs(prompt_queries=64))
+        driver.add(40, budget=20)
+        driver.step()
+        assert driver.queries() == [(0, 0, 40, 40)]
+
+    def test_requests_without_a_budget_are_not_observed(self) -> None:
+        driver = Driver(ALL_QUERIES)
+        driver.add(40, budget=20)
+        driver.add(30, budget=2000)
+        driver.step()
+        assert driver.queries() == [(0, 0, 40, 40)] and not driver.observer.asked[-1].whole
+        driver.step()
+        assert driver.queries() == [(0, 0, 1, 20)] and not driver.observer.asked[-1].whole
+
+    def test_every_third_decode_query_stands_for_three(self) -> None:
+        driver = Driver(ALL_QUERIES, score_interval=3)
+        driver.add(40, budget=20)
+        asked = []
+        for _ in range(7):
+            driver.step()
+            asked.append(len(driver.queries()))
+        assert asked == [1, 0, 0, 1, 0, 0, 1]
+        assert driver.policy.seen[0].queries.tolist() == [40]
+        decode = driver.policy.seen[1]
+        assert decode.queries.tolist() == [3]
+        assert decode.mass.sum() == pytest.approx(3 * HEADS, rel=1e-5)
+
+    def test_nothing_is_asked_of_the_observer_for_nothing(self) -> None:
+        driver = Driver(Needs())
+        driver.add(40, budget=20)
+        driver.step()
+        driver.step()
+        assert driver.observer.asked[-1] is None and not driver.policy.seen
+
+
+class TestWhatThePolicySees:
+    def test_masses_belong_to_their_tokens_after_moves(self) -> None:
+        """Evictions and moves in between: a token's state is the sum over the queries since, by logical id."""
+        driver = Driver(ALL_QUERIES)
+        driver.add(60, budget=24)
+        driver.add(45, budget=21)
+        state: dict[str, dict[int, float]] = {"r0": {}, "r1": {}}
+        for step in range(12):
+            driver.step()
+            seen = driver.policy.seen[-1]
+            bounds = np.concatenate([[0], np.cumsum(seen.counts)])
+            for n, name in enumerate(state):
+                part = slice(bounds[n], bounds[n + 1])
+                tokens, length = seen.tokens[part].tolist(), driver.computed[name]
+                queries = range(length) if step == 0 else [length - 1]
+                mass = np.sum([attention(tokens, query) for query in queries], axis=0)
+                np.testing.assert_allclose(seen.mass[part], mass, rtol=1e-5)
+                before = [state[name].get(t, 0.0) for t in tokens]
+                np.testing.assert_allclose(seen.state[part], before, rtol=1e-5)
+                state[name] = dict(zip(tokens, np.array(before) * 2 + mass, strict=True))
+                assert (seen.length[n], seen.position[n], seen.attended[n]) == (length, length - 1, len(tokens))
+        assert driver.moved, "no token was ever moved, so this has shown nothing"
+        batch = driver.policy.shown[-1]
+        expected = [state["r0"][t] for t in batch.tokens[: batch.counts[0]].tolist()]
+        np.testing.assert_allclose(batch.state[: batch.counts[0]], expected, rtol=1e-5)
+
+    def test_each_query_comes_alone_and_in_order(self) -> None:
+        driver = Driver(Needs(prompt_queries=3, decode_queries=True, each_query=True))
+        driver.add(40, budget=20)
+        driver.add(2, budget=20)
+        driver.step()
+        turns = [(s.counts.tolist(), s.position.tolist(), s.attended.tolist()) for s in driver.policy.seen]
+        assert turns == [([40, 2], [37, 0], [38, 1]), ([40, 2], [38, 1], [39, 2]), ([40], [39], [40])]
+        for seen in driver.policy.seen:
+            np.testing.assert_allclose(seen.mass[:40], attention(range(40), int(seen.position[0])), rtol=1e-5)
+
+    def test_a_sum_is_weighted(self) -> None:
+        driver = Driver(Needs(prompt_queries=ALL, query_decay=0.9))
+        driver.add(40, budget=20)
+        driver.step()
+        expected = sum(0.9 ** (39 - q) * attention(range(40), q) for q in range(40))
+        np.testing.assert_allclose(driver.policy.seen[0].mass, expected, rtol=1e-5)
+        assert not driver.errors
+
+    @pytest.mark.parametrize("decay", [1.0, 0.9])
+    @pytest.mark.parametrize("queries", [ALL, 8])
+    def test_how_a_prompt_was_cut_does_not_show(self, queries: int, decay: float) -> None:
+        shown = []
+        for parts in ((40,), (13, 20, 7), (36, 1, 1, 1, 1)):
+            driver = Driver(Needs(prompt_queries=queries, decode_queries=True, query_decay=decay))
+            driver.add(40, budget=20)
+            driver.add(25, budget=20)  # a neighbour that is done after the first part and then decodes
+            for n, part in enumerate(parts):
+                driver.step(part, 25 if n == 0 else 1)
+            whole = [(s, s.counts.tolist().index(40)) for s in driver.policy.seen if 40 in s.counts]
+            ((seen, at),) = whole
+            assert (seen.queries[at], seen.position[at], seen.attended[at]) == (min(queries, 40), 39, 40)
+            assert seen.of_prompt[at] and (seen.of_prompt.sum() == 1 or len(parts) == 1)
+            assert not driver.errors
+            shown.append(seen.mass[:40] if at == 0 else seen.mass[-40:])
+        np.testing.assert_allclose(shown[1], shown[0], rtol=1e-5)
+        np.testing.assert_allclose(shown[2], shown[0], rtol=1e-5)
+
+    def test_each_part_of_a_prompt_that_is_reduced_in_chunks_is_shown_alone(self) -> None:
+        driver = Driver(ALL_QUERIES, prefill_evict="chunked", prefill_chunk=16)
+        driver.add(40, budget=20)
+        for part in (16, 10, 6, 8):
+            driver.step(part)
+        seen = [(int(s.queries[0]), int(s.position[0]), int(s.counts[0])) for s in driver.policy.seen]
+        assert seen == [(16, 15, 16), (16, 31, 32), (8, 39, 27)]
+
+    def test_key_norms_are_those_of_the_tokens_slots(self) -> None:
+        driver = Driver(Needs(key_norms=True))
+        driver.add(40, budget=20)
+        driver.step()
+        slots = np.arange(40) + S  # the request's blocks are 1, 2, 3
+        np.testing.assert_array_equal(driver.policy.shown[0].key_norm, (slots % 97).astype(np.float32))
+        norm_of = dict(zip(range(40), driver.policy.shown[0].key_norm.tolist(), strict=True))
+        for token in range(40, 46):
+            driver.step()
+            batch = driver.policy.shown[-1]
+            norms = dict(zip(batch.tokens.tolist(), batch.key_norm.tolist(), strict=True))
+            norm_of[token] = float(driver.worker._new_tokens[2][0] % 97)
+            assert norms == {t: norm_of[t] for t in norms}
+
+    def test_a_row_that_is_used_again_starts_with_nothing(self) -> None:
+        driver = Driver(ALL_QUERIES)
+        driver.add(40, budget=20)
+        driver.step()
+        assert (driver.policy.shown[-1].state > 0).all()
+        driver.ledger.reset("r0")
+        driver.computed["r0"] = 0
+        driver.fresh = {"r0": list(range(40))}
+        driver.step(40)
+        assert (driver.policy.seen[-1].state == 0).all()
+
+    def test_the_prompt_hash_is_the_prompts(self) -> None:
+        hashes = []
+        for prompt in ([1, 2, 3] * 20, [1, 2, 4] * 20, [1, 2, 3] * 20):
+            driver = Driver(Needs())
+            driver.add(60, budget=20)
+            driver.fresh["r0"] = prompt
+            driver.step()
+            hashes.append(int(driver.policy.shown[0].prompt_hash[0]))
+        assert hashes[0] == hashes[2] != hashes[1] and all(0 <= h < 2**31 for h in hashes)
+
+
+class TestRefusals:
+    @pytest.mark.parametrize("spoil", [1.01, 0.9, np.nan, np.inf])
+    def test_attention_that_is_no_probability_ends_the_request(self, spoil: float) -> None:
+        driver = Driver(ALL_QUERIES, FakeObserver(spoil=spoil))
+        driver.add(40, budget=20)
+        driver.step()
+        assert list(driver.errors) == ["r0"] and "does not sum to one" in driver.errors["r0"]
+        assert np.isfinite(driver.policy.seen[0].mass).all()
+
+    def test_only_that_request(self) -> None:
+        driver = Driver(ALL_QUERIES)
+        driver.add(40, budget=20)
+        driver.add(50, budget=20)
+        take = driver.observer.take
+        driver.observer.take = lambda: np.concatenate([take()[:40], np.full(50, np.nan, dtype=np.float32)])  # type: ignore[method-assign]
+        driver.step()
+        assert list(driver.errors) == ["r1"]
+
+
+class TestGrace:
+    def test_generated_tokens_are_spared_for_so_many_forwards(self) -> None:
+        """With the newest evicted first, a generated token dies exactly when its grace is over."""
+        driver = Driver(Needs(), sinks=2, recent=4, grace=10, record_trace=True)
+        driver.policy = driver.worker._policy = type("Newest", (), {"priority": lambda self, batch: -batch.tokens})()
+        driver.add(60, budget=20)
+        for _ in range(25):
+            driver.step()
+        victims = driver.worker.take_traces()["r0"].incarnations[0].victims
+        assert victims[0] == list(range(60 - 4 - 41, 60 - 4))  # the prompt's newest are protected by `recent` alone
+        for step, (victim,) in enumerate(victims[1:], start=1):
+            length, generated = 60 + step, step
+            assert victim <= length - 1 - max(4, min(10, generated))
+        # from then on each step takes the token whose grace has just ended
+        assert [victim for (victim,) in victims[-8:]] == [60 + step - 11 for step in range(17, 25)]
