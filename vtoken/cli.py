@@ -112,7 +112,7 @@ def parse_settings(settings: dict[str, Any]) -> VTokenConfig:
     config = VTokenConfig(**given)
     from vtoken.policies import load_policy
 
-    load_policy(config.policy)
+    load_policy(config)
     return config
 
 

@@ -63,3 +63,33 @@ def probe_layout(write: WriteTokens, cache: Tensor, num_heads: int, head_size: i
             "so they cannot be moved; choose another attention backend."
         )
     return BlockLayout(found.argsort().view(block_size, numbers))
+
+
+def positions_of(cache: Tensor, blocks: Tensor, length: int) -> Tensor:
+    """The first ``length`` positions of a request, [length, H, D], out of [blocks, S, H, D] by its row of a table."""
+    position = torch.arange(length, device=cache.device)
+    return cache[blocks[position // cache.shape[1]].long(), position % cache.shape[1]]
+
+
+def vec_views(cache: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values, [blocks, S, H, D] each, of a layer's cache [blocks, H, S, 2 * D] of vLLM's CPU backend.
+
+    In the layouts that it calls "vec" and "vec16", the S * 2 * D numbers of a block's head are its keys, transposed to
+    [D, S], and then its values, [S, D]. Both results are views of the cache.
+    """
+    blocks, heads, size, numbers = cache.shape
+    halves = cache.view(blocks, heads, 2, size * numbers // 2)
+    keys = halves[:, :, 0].view(blocks, heads, numbers // 2, size).permute(0, 3, 1, 2)
+    values = halves[:, :, 1].view(blocks, heads, size, numbers // 2).permute(0, 2, 1, 3)
+    return keys, values
+
+
+def check_vec_layout(layout: BlockLayout, num_heads: int, head_size: int) -> None:
+    """Raises ValueError if the backend does not write its cache as ``vec_views`` reads it."""
+    block = torch.arange(layout.elements.numel(), device=layout.elements.device)
+    keys, values = vec_views(block.view(1, num_heads, layout.block_size, 2 * head_size))
+    if not torch.equal(layout.elements, torch.stack([keys[0], values[0]], dim=1).flatten(1)):
+        raise ValueError(
+            "vtoken: the attention backend does not keep a block's keys transposed and its values in rows, so attention "
+            "cannot be observed yet; set block_size=16 on an x86 CPU, elsewhere use streaming_llm, random or key_norm."
+        )

@@ -1,14 +1,15 @@
 """Copying tokens' K/V to other slots, in all layers at once."""
 
-import numpy as np
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from vtoken.core.ragged import Ints
-from vtoken.kernels.jit import njit
 from vtoken.kernels.layout import BlockLayout
 
-_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+Relocate = Callable[[Ints, Ints], None]
+"""(sources, destinations) -> None; slots (block * S + offset), [M] each"""
 
 
 def relocate_reference(cache: Tensor, layout: BlockLayout, sources: Tensor, destinations: Tensor) -> None:
@@ -24,20 +25,13 @@ def relocate_reference(cache: Tensor, layout: BlockLayout, sources: Tensor, dest
     cache[:, (destinations // size)[:, None], layout.elements[destinations % size]] = values
 
 
-@njit(nogil=True)  # compiled anew at each start: a second, and no cache folder that may be unwritable
-def _copy_numbers(cache, elements, sources, destinations):  # type: ignore[no-untyped-def]
-    size, numbers = elements.shape
-    for layer in range(cache.shape[0]):
-        for move in range(len(sources)):
-            source = cache[layer, sources[move] // size]
-            destination = cache[layer, destinations[move] // size]
-            read, write = elements[sources[move] % size], elements[destinations[move] % size]
-            for number in range(numbers):
-                destination[write[number]] = source[read[number]]
+def bits_of(cache: Tensor) -> Tensor:
+    """The same memory as integers: what is copied are bits, whatever number format they are in."""
+    return cache.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[cache.element_size()])
 
 
 class Relocator:
-    """Relocation over one KV cache, all layers in one launch: compiled on the CPU, torch elsewhere.
+    """Relocation over one KV cache, all layers in one launch: numba on the CPU, Triton on a GPU, torch elsewhere.
 
     Args:
         cache: as for ``relocate_reference``.
@@ -45,23 +39,28 @@ class Relocator:
     """
 
     def __init__(self, cache: Tensor, layout: BlockLayout) -> None:
-        self._cache, self._layout = cache, layout
-        self._on_cpu = cache.device.type == "cpu"
-        if self._on_cpu:
-            # Bits are copied, not numbers, so dtypes that numpy does not know are moved just as well.
-            self._numbers = cache.view(_INTEGER[cache.element_size()]).numpy()
-            self._elements = layout.elements.numpy()
-            self(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64))
+        self._relocate = _version_for(cache, layout)
 
     def __call__(self, sources: Ints, destinations: Ints) -> None:
-        """Copy M tokens from slots to slots, shape [M] each."""
-        if self._on_cpu:
-            _copy_numbers(self._numbers, self._elements, sources, destinations)
-        elif len(sources):
-            device = self._cache.device
-            relocate_reference(
-                self._cache,
-                self._layout,
-                torch.from_numpy(sources).to(device, non_blocking=True),
-                torch.from_numpy(destinations).to(device, non_blocking=True),
-            )
+        """Copy M tokens from slots to slots, shape [M] each; no slot is named twice."""
+        self._relocate(sources, destinations)
+
+
+def _version_for(cache: Tensor, layout: BlockLayout) -> Relocate:
+    device = cache.device
+    if device.type == "cpu":
+        from vtoken.kernels.cpu.relocation import relocation
+
+        return relocation(bits_of(cache), layout)
+
+    if device.type == "cuda":
+        from vtoken.kernels.gpu.relocation import relocate as on_device
+    else:
+        on_device = relocate_reference
+
+    def relocate(sources: Ints, destinations: Ints) -> None:
+        if len(sources):
+            slots = (torch.from_numpy(each).to(device, non_blocking=True) for each in (sources, destinations))
+            on_device(bits_of(cache), layout, *slots)
+
+    return relocate

@@ -1,10 +1,12 @@
 """StreamingLLM (Xiao et al., ICLR 2024, arXiv 2309.17453): attention sinks and a sliding window."""
 
+from dataclasses import dataclass
 from typing import Any
 
 from vtoken.policies.base import Policy, PolicyBatch
 
 
+@dataclass(frozen=True)
 class StreamingLLM(Policy):
     """Keep the newest tokens: priority(t) = t. The sinks are kept by the runtime.
 

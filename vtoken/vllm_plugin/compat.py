@@ -26,9 +26,12 @@ from vtoken.config import VTokenConfig
 from vtoken.core.budget import cadence_of
 from vtoken.core.ledger import LengthLedger
 from vtoken.core.trace import Trace
-from vtoken.kernels.layout import BlockLayout, probe_layout
+from vtoken.kernels.cpu.observer import AttentionObserver
+from vtoken.kernels.key_norms import KeyNorms
+from vtoken.kernels.layout import BlockLayout, check_vec_layout, probe_layout, vec_views
 from vtoken.kernels.relocation import Relocator
 from vtoken.policies import Needs, load_policy
+from vtoken.vllm_plugin.attention import observe
 from vtoken.vllm_plugin.kv_cache import EvictableAttentionManager, EvictableAttentionSpec
 from vtoken.vllm_plugin.protocol import StepPlan, StepReport
 from vtoken.vllm_plugin.scheduler import EvictionScheduler, ScheduledStep
@@ -255,13 +258,13 @@ def _eviction_worker(config: VTokenConfig, layers: list[Any], spec: EvictableAtt
     layout = _probe(layers[0], spec)
     needs = load_policy(config).needs
     observer = _observe(config, layers, layout, spec, needs) if needs.attention else None
-    key_norms = None
+    key_norms = KeyNorms(cache, layout, spec.num_kv_heads, spec.head_size) if needs.key_norms else None
     return EvictionWorker(config, spec.block_size, Relocator(cache, layout), observer, key_norms)
 
 
 def _observe(
     config: VTokenConfig, layers: list[Any], layout: BlockLayout, spec: EvictableAttentionSpec, needs: Needs
-) -> Any:
+) -> AttentionObserver:
     """Lay an observer over the layers whose attention counts, or refuse with ValueError in one sentence."""
     chosen = list(range(len(layers))) if config.score_layers is None else sorted(set(config.score_layers))
     if chosen[-1:] >= [len(layers)] or not chosen:

@@ -46,8 +46,7 @@ class AttentionObserver:
         self._queries: ObservedQueries | None = None
         self._mass = torch.empty(0)
         self._lone_rows: Ints = np.empty(0, dtype=np.int64)
-        self._segments: QuerySegments | None = None
-        self._block_table = torch.empty(0)
+        self._several_seen = False
 
     @property
     def active(self) -> bool:
@@ -57,7 +56,7 @@ class AttentionObserver:
     @property
     def replaces_backend(self) -> bool:
         """Every output of the forward comes from here, so that the backend's own kernel need not run."""
-        return self._queries is not None and self._queries.whole and self._segments is None
+        return self._queries is not None and self._queries.whole and not self._several_seen
 
     def begin(self, queries: ObservedQueries | None, block_table: NDArray[np.int32]) -> None:
         """Say what the next forward observes; block_table: the batch's, shape [batch, width]."""
@@ -67,20 +66,17 @@ class AttentionObserver:
         sizes = queries.attended * (queries.count if self._each_query else 1)
         offsets = offsets_of(sizes)
         self._mass = torch.zeros(self._decode.lanes, int(offsets[-1]))
-        self._block_table = torch.from_numpy(block_table)
-
         lone = np.flatnonzero(queries.count == 1)
         lone = lone[np.argsort(queries.first[lone])]  # in the batch's order, to take its queries without a copy
         self._lone_rows = queries.first[lone]
         if len(lone):
-            rows = torch.from_numpy(block_table[queries.index[lone]])
-            self._decode.plan(queries.attended[lone], rows, offsets[lone])
+            self._decode.plan(queries.attended[lone], block_table[queries.index[lone]], offsets[lone])
 
         several = np.flatnonzero(queries.count > 1)
-        self._segments = None
+        self._several_seen = len(several) > 0
         if len(several):
             count, attended = queries.count[several], queries.attended[several]
-            self._segments = QuerySegments(
+            segments = QuerySegments(
                 first=queries.first[several],
                 count=count,
                 context=attended - count + 1,
@@ -88,15 +84,14 @@ class AttentionObserver:
                 offset=offsets[several],
                 stride=attended if self._each_query else np.zeros_like(attended),
             )
+            self._several.plan(block_table, segments)
 
     def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, output: Tensor) -> None:
         """One layer's attention: query, output [T, Hq, D]; the outputs of single observed queries are written."""
         if len(self._lone_rows):
             self._attend_lone(query, key_cache, value_cache, output)
-        if self._segments is not None:
-            self._several(
-                query, key_cache, self._block_table, self._segments, self._scale, self._decay, self._mass
-            )
+        if self._several_seen:
+            self._several(query, key_cache, self._scale, self._decay, self._mass)
 
     def take(self) -> Floats:
         """The masses of the forward that has just ended, over all observed layers; see ``begin`` for the order."""

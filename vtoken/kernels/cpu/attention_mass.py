@@ -1,0 +1,247 @@
+"""``attention_mass_reference`` for vLLM's CPU backend, compiled.
+
+A few consecutive queries are taken at a time, with all query heads of one KV head: enough rows to make use of a block
+of keys while it is in the first-level cache, few enough that their exponentials over the whole context stay in the
+second. So every product of query and key is computed once, though a probability is known only after a row's last one.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vtoken.core.ragged import Ints
+from vtoken.kernels import openmp
+from vtoken.kernels.cpu.parts import (
+    LOG2_E,
+    Shape,
+    add_mass,
+    align,
+    exponentials,
+    load_queries,
+    maximum,
+    part_logits,
+    view_keys,
+)
+from vtoken.kernels.cpu.vectors import array_at, exp2, floats_at, record_of
+from vtoken.kernels.jit import carray, cfunc, njit
+
+if TYPE_CHECKING:
+    from vtoken.kernels.attention_mass import QuerySegments
+
+_LAYER = "query query_row query_head keys keys_block keys_head mass mass_lane"
+_STEP = "table table_row tiles lane_tiles lanes scratch scratch_lane"
+_ARGUMENTS = record_of(f"{_LAYER} {_STEP}", floats="factor decay")
+"""Addresses, and distances in bytes."""
+
+_TILE = record_of("first count context row offset stride head later")
+"""Consecutive queries of a segment, for one KV head: the fields of ``QuerySegments`` as they are for the tile's first
+query, and in ``later`` the number of queries of the segment after that one."""
+
+_ROWS = 12
+"""Query rows of a tile: two register tiles of six, or four of three."""
+
+
+def _divide(segments: "QuerySegments", heads: int, lanes: int, per_tile: int, shape: Shape) -> tuple[Any, Ints]:
+    """Tiles in order of segment, KV head and query, and the first tile of each lane, [lanes + 1].
+
+    A tile's cost is the blocks that it looks at.
+    """
+    per_head = -(-segments.count // per_tile)
+    tiles_of = per_head * heads
+    ends = np.cumsum(tiles_of)
+    total = int(ends[-1]) if len(ends) else 0
+    segment = np.repeat(np.arange(len(ends)), tiles_of)
+    number = np.arange(total) - np.repeat(ends - tiles_of, tiles_of)
+    head, tile = np.divmod(number, per_head[segment])
+    tiles = np.zeros(total, dtype=_TILE)
+    query = tile * per_tile
+    tiles["first"] = segments.first[segment] + query
+    tiles["count"] = np.minimum(per_tile, segments.count[segment] - query)
+    tiles["context"] = segments.context[segment] + query
+    tiles["row"] = segments.row[segment]
+    tiles["stride"] = segments.stride[segment]
+    tiles["offset"] = segments.offset[segment] + query * tiles["stride"]
+    tiles["head"] = head
+    tiles["later"] = segments.count[segment] - 1 - query
+    cost = np.cumsum(1 + (tiles["context"] + tiles["count"]) // shape.block_size)
+    share = cost[-1] * np.arange(1, lanes) / lanes if total else np.zeros(lanes - 1)
+    return tiles, np.concatenate([[0], np.searchsorted(cost, share), [total]])
+
+
+@dataclass(frozen=True)
+class _Scratch:
+    """Where things lie in a thread's scratch, in float32 numbers: its queries [rows, D], the largest logits, totals
+    and shares [rows] of each, then parts; in a part its exponentials [rows, tokens] and the largest logits [rows]
+    that these are relative to."""
+
+    shape: Shape
+
+    @property
+    def rows(self) -> int:
+        return self.shape.rows * self.shape.head_size
+
+    @property
+    def parts(self) -> int:
+        return align(self.rows + 3 * self.shape.rows)
+
+    @property
+    def part_largest(self) -> int:
+        return self.shape.rows * self.shape.part
+
+    @property
+    def part(self) -> int:
+        return align(self.part_largest + self.shape.rows)
+
+
+@lru_cache
+def _compile(shape: Shape, group: int) -> Any:
+    places = _Scratch(shape)
+    rows, head_size, part_tokens, block_size = shape.rows, shape.head_size, shape.part, shape.block_size
+    rows_at, parts_at, part_largest_at, part_numbers = places.rows, places.parts, places.part_largest, places.part
+    load, logits, add = load_queries(group, head_size), part_logits(shape), add_mass(group, part_tokens)
+    thread_number, team_size = openmp.thread_number, openmp.team_size
+    nothing = np.float32(-np.inf)
+
+    @njit(error_model="numpy")
+    def observe(arguments, tile, scratch, lane):  # type: ignore[no-untyped-def]
+        """Add the mass of one tile to the lane."""
+        keys = arguments.keys + tile.head * arguments.keys_head
+        table = arguments.table + tile.row * arguments.table_row
+        for query in range(tile.count):
+            load(
+                arguments.query
+                + (tile.first + query) * arguments.query_row
+                + tile.head * group * arguments.query_head,
+                arguments.query_head,
+                np.float32(arguments.factor),
+                scratch + 4 * query * group * head_size,
+            )
+        of_rows = floats_at(scratch + 4 * rows_at, 3 * rows)
+        overall, total, shares = of_rows[:rows], of_rows[rows : 2 * rows], of_rows[2 * rows :]
+        overall[:] = nothing
+        total[:] = np.float32(0)
+        positions = tile.context + tile.count - 1
+        for first in range(0, positions, part_tokens):
+            address = scratch + 4 * (parts_at + first // part_tokens * part_numbers)
+            part = floats_at(address, part_numbers)
+            blocks = (min(part_tokens, positions - first) + block_size - 1) // block_size
+            logits(scratch, keys, arguments.keys_block, table + 4 * (first // block_size), blocks, address)
+            for query in range(tile.count):
+                tokens = min(part_tokens, tile.context + query - first)
+                if tokens > 0:
+                    for row in range(query * group, (query + 1) * group):
+                        before = overall[row]
+                        largest = maximum(part, row * part_tokens, tokens, before)
+                        if largest != before:
+                            overall[row] = largest
+                            total[row] *= exp2(before - largest)
+                        part[part_largest_at + row] = largest
+                        total[row] += exponentials(part, row * part_tokens, tokens, largest)
+        for query in range(tile.count):
+            weight = 1.0 if tile.stride != 0 else arguments.decay ** (tile.later - query)
+            for row in range(query * group, (query + 1) * group):
+                total[row] = np.float32(weight) / total[row]
+        for first in range(0, positions, part_tokens):
+            address = scratch + 4 * (parts_at + first // part_tokens * part_numbers)
+            part = floats_at(address, part_numbers)
+            for query in range(tile.count):
+                tokens = min(part_tokens, tile.context + query - first)
+                if tokens > 0:
+                    for row in range(query * group, (query + 1) * group):
+                        shares[row] = total[row] * exp2(part[part_largest_at + row] - overall[row])
+                    offset = tile.offset + query * tile.stride + first
+                    mass = floats_at(arguments.mass + lane * arguments.mass_lane + 4 * offset, tokens)
+                    add(part, query * group * part_tokens, shares, query * group, mass, 0, tokens)
+
+    @cfunc("void(voidptr)", error_model="numpy")
+    def body(data):  # type: ignore[no-untyped-def]
+        arguments = carray(data, 1, _ARGUMENTS)[0]
+        lane_tiles = array_at(arguments.lane_tiles, arguments.lanes + 1, np.int64)
+        tiles = array_at(arguments.tiles, lane_tiles[arguments.lanes], _TILE)
+        for lane in range(thread_number(), arguments.lanes, team_size()):
+            scratch = arguments.scratch + lane * arguments.scratch_lane
+            # What is left there from before must not be read as a query: rows that a tile does not fill are computed.
+            floats_at(scratch, rows_at)[:] = np.float32(0)
+            for n in range(lane_tiles[lane], lane_tiles[lane + 1]):
+                observe(arguments, tiles[n], scratch, lane)
+
+    return body
+
+
+class AttentionMass:
+    """``attention_mass_reference`` over the layers of one KV cache, which share their shape, strides and dtype.
+
+    Call ``plan`` once per step, then the object itself for each layer. Results depend on how the work is divided,
+    that is on the segments and on the number of threads, in the last bits only, and on nothing else.
+
+    Args:
+        key_cache: a layer's keys, [blocks, S, H, D], float32 or bfloat16: [D, S] per block and head, blocks and
+            heads at any distance.
+        num_query_heads: Hq, a multiple of H.
+
+    Attributes:
+        lanes: lanes of ``mass`` that are added to, one per thread.
+
+    Raises:
+        ValueError: the cache's layout, dtype or sizes are not those of vLLM's CPU backend.
+    """
+
+    def __init__(self, key_cache: Tensor, num_query_heads: int) -> None:
+        view_keys(key_cache)
+        _, size, self._heads, head_size = key_cache.shape
+        group = num_query_heads // self._heads
+        self._per_tile = max(1, _ROWS // group)
+        self._shape = Shape(size, head_size, self._per_tile * group, key_cache.dtype == torch.bfloat16)
+        self._body = _compile(self._shape, group)
+        self.lanes = openmp.num_threads()
+        self._arguments = np.zeros(1, dtype=_ARGUMENTS)
+        self._address = self._arguments.ctypes.data
+        numbers, layer = self._arguments.view(np.int64), len(_LAYER.split())
+        self._layer, self._step = numbers[:layer], numbers[layer:-2]
+        self._scratch = torch.empty(0)
+        self._planned = 0
+        self._kept: tuple[Any, ...] = ()
+
+    def plan(self, block_table: Any, segments: "QuerySegments") -> None:
+        """Divide a step's work among the threads; the block table is read again by each call.
+
+        Args:
+            block_table: [R, W], int32.
+            segments: which queries to look at, and where their mass goes.
+        """
+        table = np.asarray(block_table)
+        tiles, lane_tiles = _divide(segments, self._heads, self.lanes, self._per_tile, self._shape)
+        positions = int((segments.context + segments.count - 1).max(initial=0))
+        places = _Scratch(self._shape)
+        scratch_lane = places.parts + -(-positions // self._shape.part) * places.part
+        if self._scratch.numel() < self.lanes * scratch_lane:
+            self._scratch = torch.empty(self.lanes * scratch_lane)
+        self._step[:] = (
+            *(table.ctypes.data, table.strides[0], tiles.ctypes.data, lane_tiles.ctypes.data),
+            *(self.lanes, self._scratch.data_ptr(), 4 * scratch_lane),
+        )
+        self._planned = len(tiles)
+        self._kept = (table, tiles, lane_tiles)
+
+    def __call__(self, query: Tensor, key_cache: Tensor, scale: float, decay: float, mass: Tensor) -> None:
+        """Look at one layer's queries, with the arguments of ``attention_mass_reference``.
+
+        Args:
+            query: [T, Hq, D], of any strides as long as the numbers of a head are contiguous.
+            mass: float32 [lanes or more, N], the numbers of a lane contiguous.
+        """
+        if not self._planned:
+            return
+        queries = query.float()
+        row, head, _ = queries.stride()
+        self._layer[:] = (
+            *(queries.data_ptr(), 4 * row, 4 * head),
+            *view_keys(key_cache),
+            *(mass.data_ptr(), 4 * mass.stride(0)),
+        )
+        self._arguments["factor"], self._arguments["decay"] = scale * LOG2_E, decay
+        openmp.run_team(self._body, self._address, self.lanes)
