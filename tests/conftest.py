@@ -1,5 +1,6 @@
 """Settings that must be in place before vllm is imported, and the models the tests run on."""
 
+import functools
 import os
 
 for name, value in {
@@ -20,9 +21,23 @@ import pytest  # noqa: E402
 @pytest.fixture(scope="session")
 def tiny_gqa(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama with 4 query and 2 KV heads."""
-    from tiny_models import tiny_llama
+    from tiny_models import tiny_model
 
-    return tiny_llama(tmp_path_factory.mktemp("tiny_gqa"), num_heads=4, num_kv_heads=2)
+    return tiny_model(tmp_path_factory.mktemp("tiny_gqa"), num_heads=4, num_kv_heads=2)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Random models by name: llama-mha, llama-gqa, llama-mqa, qwen2 and qwen3 (both GQA)."""
+    from tiny_models import tiny_model
+
+    heads = {"llama-mha": 4, "llama-gqa": 2, "llama-mqa": 1, "qwen2": 2, "qwen3": 2}
+
+    @functools.cache
+    def make(name: str) -> Path:
+        return tiny_model(tmp_path_factory.mktemp(name), name.split("-", maxsplit=1)[0], num_heads=4, num_kv_heads=heads[name])
+
+    return make
 
 
 @pytest.fixture(scope="session")

@@ -8,12 +8,11 @@ import pytest
 
 from vtoken.config import RequestOptions, VTokenConfig, check_budget_floor
 from vtoken.core.budget import resolve_budget
-from vtoken.policies import load_policy
 
 NUMBER = "must be a number: a count of tokens such as 512, or a share of the prompt such as 0.25."
 SHARE = "must, as a share of the prompt, lie in (0, 1]; for a count of tokens give an integer."
 COUNT = "must be at least 1 token; to keep everything, run without vtoken."
-OPTIONS = "allow_unverified, budget, interval, policy, prefill_evict, recent, reclaim, record_trace, sinks"
+OPTIONS = ", ".join(sorted(VTokenConfig.model_fields))
 
 BAD_BUDGETS = [
     ("512", f"vtoken: option 'budget' = '512' is refused: {NUMBER}"),
@@ -62,9 +61,22 @@ BAD_OPTIONS = [
     ({"policy": 3}, "vtoken: option 'policy' = 3 is refused: input should be a valid string."),
     ({"reclaim": "pack"}, "vtoken: option 'reclaim' = 'pack' is refused: input should be 'fill'."),
     (
-        {"prefill_evict": "chunked"},
-        "vtoken: option 'prefill_evict' = 'chunked' is refused: input should be 'end'.",
+        {"budget": 40, "grace": 64},
+        f"vtoken: option 'budget' = 40 is below sinks + grace + interval = 4 + 64 + 1 = 69, {FLOOR}",
     ),
+    (
+        {"prefill_evict": "always"},
+        "vtoken: option 'prefill_evict' = 'always' is refused: input should be 'end' or 'chunked'.",
+    ),
+    (
+        {"prefill_chunk": 0},
+        "vtoken: option 'prefill_chunk' = 0 is refused: input should be greater than or equal to 1.",
+    ),
+    (
+        {"score_layers": [-1]},
+        "vtoken: option 'score_layers' = -1 is refused: input should be greater than or equal to 0.",
+    ),
+    ({"policy_options": 3}, "vtoken: option 'policy_options' = 3 is refused: input should be a valid dictionary."),
     ({"record_trace": 1}, "vtoken: option 'record_trace' = 1 is refused: input should be a valid boolean."),
     ({"bugdet": 512}, "vtoken: unknown option 'bugdet'; did you mean 'budget'?"),
     ({"xyzzy": 3}, f"vtoken: unknown option 'xyzzy'; the options are {OPTIONS}."),
@@ -110,14 +122,6 @@ class TestRefusals:
         config = VTokenConfig(sinks=2, recent=8, interval=3)
         assert request_refusal({"vtoken.budget": 12}, config) == refusal(budget=12, sinks=2, recent=8, interval=3)
 
-    def test_an_unknown_policy(self) -> None:
-        with pytest.raises(ValueError, match=r"^vtoken: unknown policy 'h2o'; the policies are .*streaming_llm.*\.$"):
-            load_policy("h2o")
-        with pytest.raises(
-            ValueError, match=r"^vtoken: unknown policy 'streamingllm'; did you mean 'streaming_llm'\?$"
-        ):
-            load_policy("streamingllm")
-
     def test_every_refusal_is_one_line(self) -> None:
         sentences = [refusal(budget=value) for value, _ in BAD_BUDGETS]
         sentences += [refusal(**options) for options, _ in BAD_OPTIONS]
@@ -131,12 +135,18 @@ class TestAccepted:
         config = VTokenConfig()
         assert config.model_dump() == {
             "policy": "streaming_llm",
+            "policy_options": {},
             "budget": 0.25,
             "sinks": 4,
             "recent": 32,
+            "grace": 0,
             "interval": 1,
+            "observation_window": 32,
+            "score_interval": 1,
+            "score_layers": None,
             "reclaim": "fill",
             "prefill_evict": "end",
+            "prefill_chunk": 512,
             "record_trace": False,
             "allow_unverified": False,
         }

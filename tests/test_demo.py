@@ -271,9 +271,9 @@ def test_nothing_evicted_is_noticed_in_any_turn() -> None:
 @pytest.mark.slow
 def test_demo_on_a_real_engine(tmp_path: Path, smollm2: Path) -> None:
     pytest.importorskip("vllm")
-    from tiny_models import tiny_llama
+    from tiny_models import tiny_model
 
-    model = tiny_llama(tmp_path / "tiny", vocab=49152)
+    model = tiny_model(tmp_path / "tiny", vocab=49152)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(smollm2 / name, model)
     report_file = tmp_path / "report.json"

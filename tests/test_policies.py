@@ -194,6 +194,15 @@ class TestPooling:
         assert self.pooled(xp, tokens, mass, pooling, **requests) == expected
 
     @both_namespaces
+    @pytest.mark.parametrize("pooling", ["avg", "max"])
+    def test_nor_where_the_pooling_reaches_across_the_whole_window(self, xp: Any, pooling: Any) -> None:
+        policy = SnapKV(kernel_size=5, pooling=pooling, observation_window=1)
+        requests = {"counts": [3, 3], "length": [3, 3], "queries": [1, 1], "of_prompt": [True, True]}
+        got = policy.observe(observation(xp, tokens=[0, 1, 2] * 2, mass=[0, 50, 9, 5, 5, 9], **requests))
+        expected = [10, 10, 9, 2, 2, 9] if pooling == "avg" else [50, 50, 9, 5, 5, 9]
+        assert np.asarray(got).tolist() == expected
+
+    @both_namespaces
     def test_a_prompt_within_the_window_is_left_as_it_is(self, xp: Any) -> None:
         assert self.pooled(xp, [0, 1], [1.5, 0.5]) == [1.5, 0.5]
         assert self.pooled(xp, [0], [1.0], queries=[1]) == [1.0]

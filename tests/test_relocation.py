@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from vtoken.kernels.layout import BlockLayout, WriteTokens, probe_layout
+from vtoken.kernels.layout import BlockLayout, WriteTokens, check_vec_layout, positions_of, probe_layout, vec_views
 from vtoken.kernels.relocation import Relocator, relocate_reference
 
 S, H, D = 8, 2, 4
@@ -121,6 +121,37 @@ class TestProbe:
 
         with pytest.raises(ValueError, match="separate places"):
             probe_layout(write, torch.empty(1, S * NUMBERS + 5), H, D)
+
+
+class TestVecViews:
+    def test_they_show_what_was_written(self) -> None:
+        key, value = torch.randn(2, 11, H, D).unbind()
+        cache = torch.full((5, H, S, 2 * D), torch.nan)
+        slots = torch.randperm(5 * S)[:11]
+        with_keys_transposed(key, value, cache, slots)
+        keys, values = vec_views(cache)
+        assert keys.shape == values.shape == (5, S, H, D)
+        assert torch.equal(keys[slots // S, slots % S], key) and torch.equal(values[slots // S, slots % S], value)
+        assert keys.isnan().sum() == values.isnan().sum() == (5 * S - 11) * H * D
+
+    def test_they_share_the_memory_of_a_layer_within_a_larger_cache(self) -> None:
+        storage = torch.zeros(3, 2, H * S * 2 * D + 7)
+        layer = storage[1, :, :-7].view(2, H, S, 2 * D)
+        for view in vec_views(layer):
+            view += 1
+        assert layer.eq(1).all() and storage.sum() == layer.numel()
+
+    def test_the_layout_is_checked(self) -> None:
+        check_vec_layout(probe_layout(with_keys_transposed, scratch(), H, D), H, D)
+        for write in (as_rows, with_key_pairs_interleaved):
+            with pytest.raises(ValueError, match=r"^vtoken: .* transposed .* set block_size=16 .*\.$") as caught:
+                check_vec_layout(probe_layout(write, scratch(), H, D), H, D)
+            assert "\n" not in str(caught.value)
+
+    def test_positions_lie_along_a_row_of_the_table(self) -> None:
+        numbers = torch.arange(4 * S).view(4, S, 1, 1)
+        row = torch.tensor([2, 0, 99], dtype=torch.int32)
+        assert positions_of(numbers, row, S + 2).flatten().tolist() == [*range(2 * S, 3 * S), 0, 1]
 
 
 # -- moving ---------------------------------------------------------------------------------------------------------
@@ -242,6 +273,7 @@ class TestVllmOnTheCpu:
         block = torch.empty(1, self.HEADS, size, 2 * self.HEAD, dtype=dtype)
         layout = probe_layout(vllm_write(isa), block, self.HEADS, self.HEAD)
         assert layout.block_size == size
+        check_vec_layout(layout, self.HEADS, self.HEAD)
         elements = layout.elements.view(size, 2, self.HEADS, self.HEAD)
         offset = torch.arange(size)[:, None, None]
         head = torch.arange(self.HEADS)[None, :, None] * 2 * size * self.HEAD

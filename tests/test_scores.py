@@ -13,6 +13,7 @@ from vtoken.core.ledger import LengthLedger
 from vtoken.core.observed import ObservedQueries
 from vtoken.policies import ALL, Needs, Observation, Policy, PolicyBatch
 from vtoken.vllm_plugin.protocol import StepPlan
+from vtoken.vllm_plugin.ranks import Ranks
 from vtoken.vllm_plugin.worker import EvictionWorker
 
 S = 16
@@ -90,7 +91,7 @@ class Driver:
             lambda slots: (slots % 97).astype(np.float32),
         )
         self.worker._policy = self.worker._scores._policy = self.policy
-        self.worker._scores._needs = needs
+        self.worker._scores._needs, self.worker._scores._remembers = needs, needs != Needs()
         self.observer.worker = self.worker
         self.computed: dict[str, int] = {}
         self.known: dict[str, int] = {}
@@ -321,6 +322,35 @@ class TestRefusals:
         driver.observer.take = lambda: np.concatenate([take()[:40], np.full(50, np.nan, dtype=np.float32)])  # type: ignore[method-assign]
         driver.step()
         assert list(driver.errors) == ["r1"]
+
+
+class TestRanks:
+    """Two ranks with half of the heads each; this one sees less of the attention than the other."""
+
+    class Two(Ranks):
+        size = 2
+
+        def __init__(self) -> None:
+            self.asked: list[int] = []
+
+        def sum(self, values: np.ndarray) -> np.ndarray:
+            return values * 2
+
+        def agree(self, victims: np.ndarray) -> np.ndarray:
+            self.asked.append(len(victims))
+            return victims - 1  # rank 0 chose others
+
+    def test_scores_are_summed_and_the_first_rank_chooses(self) -> None:
+        driver, alone = Driver(ALL_QUERIES, record_trace=True), Driver(ALL_QUERIES, record_trace=True)
+        driver.worker._ranks = driver.worker._scores._ranks = self.Two()
+        for each in (driver, alone):
+            each.add(40, budget=20)
+            each.step()
+        assert not driver.errors
+        np.testing.assert_array_equal(driver.policy.seen[0].mass, 2 * alone.policy.seen[0].mass)
+        assert driver.worker._ranks.asked == [21]
+        (mine,), (chosen,) = (each.worker.take_traces()["r0"].incarnations[0].victims for each in (alone, driver))
+        assert chosen == [victim - 1 for victim in mine]
 
 
 class TestGrace:

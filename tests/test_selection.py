@@ -4,10 +4,10 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from policy_driver import observation
 
 from vtoken.core.ragged import offsets_of
 from vtoken.core.selection import select_victims
-from vtoken.policies import PolicyBatch
 from vtoken.policies.streaming_llm import StreamingLLM
 
 
@@ -88,7 +88,7 @@ class TestSelection:
 
     def test_integer_priorities_as_streaming_llm_gives_them(self) -> None:
         tokens = ints([0, 1, 2, 3, 9, 8, 7, 6])
-        priority = StreamingLLM().priority(PolicyBatch(tokens, ints([0, 8]), ints([10])))
+        priority = StreamingLLM().priority(observation(tokens=tokens))
         assert select_victims(priority, tokens, ints([8]), ints([10]), ints([3]), 2, 2).tolist() == [2, 3, 6]
 
 
@@ -165,7 +165,7 @@ class TestOneVictimPath:
 def test_streaming_llm_keeps_sinks_and_the_newest() -> None:
     tokens = ints([3, 0, 7, 1, 5, 2, 6, 4, 0, 2, 1])
     live, length = ints([8, 3]), ints([8, 3])
-    priority = StreamingLLM().priority(PolicyBatch(tokens, offsets_of(live), length))
+    priority = StreamingLLM().priority(observation(tokens=tokens, counts=live, length=length))
     assert priority.tolist() == tokens.tolist()
     victims = select_victims(priority, tokens, live, length, ints([4, 1]), 2, 0)
     assert victims.tolist() == [2, 3, 4, 5, 2]

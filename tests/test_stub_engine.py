@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from stub_worker import S, StubEngine, blocks_for, evicted_in, plan_lengths, same_but
 
-from vtoken.config import VTokenConfig
 from vtoken.vllm_plugin.compat import plan_of
 from vtoken.vllm_plugin.protocol import StepReport
 from vtoken.vllm_plugin.scheduler import ScheduledStep

@@ -157,8 +157,8 @@ class RequestOptions(_Options):
 def check_budget_floor(budget: int, config: VTokenConfig) -> None:
     """Refuse a budget that the protected tokens exceed."""
     if budget < config.protected:
+        newest = "grace" if config.grace > config.recent else "recent"
         raise ValueError(
-            f"option 'budget' = {budget} is below sinks + max(recent, grace) + interval = {config.sinks} + "
-            f"{max(config.recent, config.grace)} + {config.interval} = {config.protected}, raise the budget or "
-            "protect fewer tokens"
+            f"option 'budget' = {budget} is below sinks + {newest} + interval = {config.sinks} + "
+            f"{getattr(config, newest)} + {config.interval} = {config.protected}, raise the budget or protect fewer tokens"
         )

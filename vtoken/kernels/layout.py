@@ -90,6 +90,6 @@ def check_vec_layout(layout: BlockLayout, num_heads: int, head_size: int) -> Non
     keys, values = vec_views(block.view(1, num_heads, layout.block_size, 2 * head_size))
     if not torch.equal(layout.elements, torch.stack([keys[0], values[0]], dim=1).flatten(1)):
         raise ValueError(
-            "vtoken: the attention backend does not keep a block's keys transposed and its values in rows, so attention "
+            "vtoken: the attention backend does not keep the keys of a block transposed, values in rows, so attention "
             "cannot be observed yet; set block_size=16 on an x86 CPU, elsewhere use streaming_llm, random or key_norm."
         )

@@ -46,11 +46,15 @@ def load_policy(config: VTokenConfig) -> Policy:
     policy = _instance(policy_class, config)
     if policy.needs.attention and policy_class.observe is Policy.observe:
         raise ValueError(f"vtoken: policy '{config.policy}' asks for attention; give its class a method 'observe'.")
-    if check := getattr(policy, "check", None):
-        try:
-            check(config)
-        except ValueError as error:
-            raise ValueError(f"vtoken: {error}.") from None
+    try:
+        policy.check(config)
+    except ValueError as error:
+        raise ValueError(f"vtoken: {error}.") from None
+    if policy.needs.decode_queries and max(config.recent, config.grace) < config.score_interval - 1:
+        raise ValueError(
+            f"vtoken: option 'score_interval' = {config.score_interval} is refused: a new token could be evicted before "
+            f"any query was observed for it; set recent to at least {config.score_interval - 1}."
+        )
     return policy
 
 
@@ -87,7 +91,7 @@ def _own_class(name: str) -> type[Policy]:
         raise ValueError(f"vtoken: policy '{name}' is no policy; derive it from vtoken.policies.Policy.")
     if inspect.isabstract(found):
         raise ValueError(f"vtoken: policy '{name}' says nothing about priorities; give its class a method 'priority'.")
-    if not dataclasses.is_dataclass(found):
+    if not hasattr(found, "__dataclass_fields__"):
         raise ValueError(f"vtoken: policy '{name}' is no dataclass; put @dataclass(frozen=True) above its class.")
     return found
 

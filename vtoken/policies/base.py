@@ -97,6 +97,9 @@ class Policy(ABC):
         """What the runtime measures for this policy."""
         return Needs()
 
+    def check(self, config: Any) -> None:  # noqa: B027 - most policies suit all settings
+        """Refuse settings of the engine (a ``VTokenConfig``) that do not suit: ValueError with one clause."""
+
     def observe(self, seen: Observation) -> Any:
         """The new ``state`` of every token, float [N], from the old one and a forward's attention."""
         raise NotImplementedError(f"{type(self).__name__} asks for attention and does not say what to make of it")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from vllm.distributed import get_tp_group
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -25,6 +26,8 @@ from vllm.v1.worker.gpu_worker import Worker
 from vtoken.config import VTokenConfig
 from vtoken.core.budget import cadence_of
 from vtoken.core.ledger import LengthLedger
+from vtoken.core.ragged import Ints
+from vtoken.core.token_scores import Floats
 from vtoken.core.trace import Trace
 from vtoken.kernels.cpu.observer import AttentionObserver
 from vtoken.kernels.key_norms import KeyNorms
@@ -34,7 +37,9 @@ from vtoken.policies import Needs, load_policy
 from vtoken.vllm_plugin.attention import observe
 from vtoken.vllm_plugin.kv_cache import EvictableAttentionManager, EvictableAttentionSpec
 from vtoken.vllm_plugin.protocol import StepPlan, StepReport
+from vtoken.vllm_plugin.ranks import Ranks
 from vtoken.vllm_plugin.scheduler import EvictionScheduler, ScheduledStep
+from vtoken.vllm_plugin.scores import score_bytes
 from vtoken.vllm_plugin.worker import EvictionWorker
 
 if TYPE_CHECKING:
@@ -185,7 +190,7 @@ class EvictingRunner(_Runner):
                 f"set block_size={self.input_batch.block_table[0].block_size}."
             )
         self.vtoken = _eviction_worker(
-            settings_of(self.vllm_config), [layers[name] for name in group.layer_names], group.kv_cache_spec
+            self.vllm_config, [layers[name] for name in group.layer_names], group.kv_cache_spec
         )
         self._vtoken_truncations: list[tuple[str, int]] = []
 
@@ -252,14 +257,30 @@ def _evictable(name: str, spec: KVCacheSpec) -> KVCacheSpec:
     return EvictableAttentionSpec(**{name: getattr(spec, name) for name in spec.__dataclass_fields__})
 
 
-def _eviction_worker(config: VTokenConfig, layers: list[Any], spec: EvictableAttentionSpec) -> EvictionWorker:
+def _eviction_worker(vllm_config: Any, layers: list[Any], spec: EvictableAttentionSpec) -> EvictionWorker:
     """The worker's part over the caches of these attention layers, with what its policy needs measured."""
+    config = settings_of(vllm_config)
     cache = _all_layers([layer.kv_cache for layer in layers])
     layout = _probe(layers[0], spec)
     needs = load_policy(config).needs
     observer = _observe(config, layers, layout, spec, needs) if needs.attention else None
     key_norms = KeyNorms(cache, layout, spec.num_kv_heads, spec.head_size) if needs.key_norms else None
-    return EvictionWorker(config, spec.block_size, Relocator(cache, layout), observer, key_norms)
+    ranks = TensorParallelRanks() if vllm_config.parallel_config.tensor_parallel_size > 1 else Ranks()
+    return EvictionWorker(config, spec.block_size, Relocator(cache, layout), observer, key_norms, ranks)
+
+
+class TensorParallelRanks(Ranks):
+    """vLLM's tensor-parallel group. Laid down, not yet run: more than one rank is refused so far."""
+
+    def __init__(self) -> None:
+        self._group = get_tp_group()
+        self.size = self._group.world_size
+
+    def sum(self, values: Floats) -> Floats:
+        return self._group.all_reduce(torch.from_numpy(values)).numpy()
+
+    def agree(self, victims: Ints) -> Ints:
+        return self._group.broadcast(torch.from_numpy(victims), src=0).numpy()
 
 
 def _observe(
@@ -316,6 +337,15 @@ def _probe(layer: Any, spec: EvictableAttentionSpec) -> BlockLayout:
     return probe_layout(write, scratch, spec.num_kv_heads, spec.head_size)
 
 
+def _beside_scores(available: int, runner: Any) -> int:
+    """The bytes for the KV cache out of all available ones: each of its slots needs room for its scores, too."""
+    layers = list(runner.get_kv_cache_spec().values())
+    cached = sum(layer.page_size_bytes for layer in layers) / layers[0].block_size
+    lanes = torch.get_num_threads() if runner.device.type == "cpu" else layers[0].num_kv_heads
+    scored = score_bytes(load_policy(settings_of(runner.vllm_config)).needs, lanes)
+    return int(available * cached / (cached + scored))
+
+
 def _plain_traces(runner: Any) -> dict[str, dict[str, Any]]:
     traces: dict[str, Trace] = runner.vtoken.take_traces()
     return {req_id: asdict(trace) for req_id, trace in traces.items()}
@@ -340,6 +370,9 @@ if current_platform.is_cpu():
             finally:
                 cpu_worker.CPUModelRunner = stock
 
+        def determine_available_memory(self) -> int:
+            return _beside_scores(super().determine_available_memory(), self.model_runner)
+
         def take_vtoken_traces(self) -> dict[str, dict[str, Any]]:
             return _plain_traces(self.model_runner)
 
@@ -354,6 +387,9 @@ else:
 
         def _make_model_runner(self) -> Any:
             return VTokenGPUModelRunner(self.vllm_config, self.device)
+
+        def determine_available_memory(self) -> int:
+            return _beside_scores(super().determine_available_memory(), self.model_runner)
 
         def take_vtoken_traces(self) -> dict[str, dict[str, Any]]:
             return _plain_traces(self.model_runner)

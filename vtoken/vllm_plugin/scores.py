@@ -12,7 +12,8 @@ from vtoken.core.observed import ObservedQueries
 from vtoken.core.ragged import Ints, offsets_of, ranges, segment_ids
 from vtoken.core.token_scores import Floats, TokenScores
 from vtoken.core.token_table import TokenTable
-from vtoken.policies import Observation, Policy, PolicyBatch
+from vtoken.policies import Needs, Observation, Policy, PolicyBatch
+from vtoken.vllm_plugin.ranks import Ranks
 
 KeyNorms = Callable[[Ints], Floats]
 """slots [M] -> sum over layers and KV heads of the norm of the key there [M]"""
@@ -34,6 +35,14 @@ class Observer(Protocol):
         """
 
 
+def score_bytes(needs: Needs, lanes: int) -> int:
+    """Bytes per slot of the KV cache that scores take: what is kept of each token, and a forward's masses."""
+    if not needs.attention:
+        return 4 if needs.key_norms else 0
+    lines = needs.prompt_queries if needs.each_query else 1
+    return 4 * (3 + lanes * max(lines, 1))
+
+
 @dataclass(frozen=True)
 class _Watched:
     """The requests whose queries a forward observes, shape [R] each; see ``StepCounts`` for the flags."""
@@ -53,6 +62,7 @@ class ScoreKeeper:
         score_interval: decode queries that an observed one stands for.
         observer: for policies that look at attention.
         key_norms: for policies that look at keys.
+        ranks: those who measure the other heads.
     """
 
     def __init__(
@@ -62,6 +72,7 @@ class ScoreKeeper:
         score_interval: int = 1,
         observer: Observer | None = None,
         key_norms: KeyNorms | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self._table = table
         self._policy = policy
@@ -69,6 +80,8 @@ class ScoreKeeper:
         self._score_interval = score_interval
         self._observer = observer
         self._key_norms = key_norms
+        self._ranks = ranks or Ranks()
+        self._remembers = self._needs.attention or self._needs.key_norms
         self._scores = TokenScores(table)
         self._watched: _Watched | None = None
         assert observer is not None or not self._needs.attention
@@ -81,7 +94,8 @@ class ScoreKeeper:
 
     def follow(self, rows: Ints, tokens: Ints) -> None:
         """New tokens have a slot, shape [N] each."""
-        self._scores.follow(rows, tokens)
+        if self._remembers:
+            self._scores.follow(rows, tokens)
 
     def watch(
         self,
@@ -99,7 +113,7 @@ class ScoreKeeper:
     def absorb_keys(self, rows: Ints, tokens: Ints, slots: Ints) -> None:
         """The forward has written these tokens' keys, shape [N] each."""
         if self._key_norms is not None and len(slots):
-            self._scores.key_norm[rows, tokens] = self._key_norms(slots)
+            self._scores.key_norm[rows, tokens] = self._ranks.sum(self._key_norms(slots))
 
     def absorb_attention(self) -> Ints:
         """Let the policy look at the forward that has just ended; rows whose attention is no probability."""
@@ -107,7 +121,7 @@ class ScoreKeeper:
         if watched is None:
             return np.empty(0, dtype=np.int64)
         assert self._observer is not None
-        mass, queries = self._observer.take(), watched.queries
+        mass, queries = self._ranks.sum(self._observer.take()), watched.queries
         if not self._needs.each_query:
             return self._absorb_sum(watched, mass)
         lines = np.repeat(queries.attended, queries.count)
@@ -130,8 +144,7 @@ class ScoreKeeper:
             live,
             self._table.length[rows],
             self._scores.prompt_hash[rows],
-            self._scores.state[owner, tokens],
-            self._scores.key_norm[owner, tokens],
+            *self._remembered(owner, tokens),
         )
 
     def _absorb_sum(self, watched: "_Watched", mass: Floats) -> Ints:
@@ -171,8 +184,7 @@ class ScoreKeeper:
             live,
             length,
             self._scores.prompt_hash[rows],
-            self._scores.state[owner, tokens],
-            self._scores.key_norm[owner, tokens],
+            *self._remembered(owner, tokens),
             mass=mass if self._score_interval == 1 else mass * np.repeat(stands_for, live).astype(np.float32),
             queries=count * stands_for,
             position=length - 1 - later,
@@ -188,7 +200,7 @@ class ScoreKeeper:
         sums = np.add.reduceat(mass, offsets_of(live)[:-1], dtype=np.float64)
         decay = self._needs.query_decay
         weights = count if decay == 1 else (1 - decay ** count.astype(np.float64)) / (1 - decay)
-        expected = self._observer.heads * weights
+        expected = self._observer.heads * self._ranks.size * weights
         wrong = ~(np.abs(sums - expected) <= 1e-3 * expected)
         if wrong.any():
             mass[wrong[segment_ids(live)]] = 0
@@ -199,3 +211,10 @@ class ScoreKeeper:
         live = self._table.num_live[rows]
         owner = np.repeat(rows, live)
         return owner, self._table.logical_at[owner, ranges(np.zeros_like(live), live)].astype(np.int64), live
+
+    def _remembered(self, owner: Ints, tokens: Ints) -> tuple[Floats, Floats]:
+        """State and key norm of each token; zeros for a policy that needs neither."""
+        if not self._remembers:
+            nothing = np.zeros(len(tokens), dtype=np.float32)
+            return nothing, nothing
+        return self._scores.state[owner, tokens], self._scores.key_norm[owner, tokens]

@@ -15,6 +15,7 @@ from vtoken.core.token_table import TokenTable
 from vtoken.core.trace import Incarnation, Trace
 from vtoken.policies import load_policy
 from vtoken.vllm_plugin.protocol import StepPlan, StepReport
+from vtoken.vllm_plugin.ranks import Ranks
 from vtoken.vllm_plugin.scores import KeyNorms, Observer, ScoreKeeper
 
 Relocate = Callable[[Ints, Ints], None]
@@ -44,6 +45,7 @@ class EvictionWorker:
         block_size: slots per block.
         relocate: copies K/V between slots, in all layers.
         observer, key_norms: measure what the policy needs, if it needs anything.
+        ranks: the other workers of the same model.
     """
 
     def __init__(
@@ -53,11 +55,13 @@ class EvictionWorker:
         relocate: Relocate,
         observer: Observer | None = None,
         key_norms: KeyNorms | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.table = TokenTable(block_size)
         self._config = config
         self._policy = load_policy(config)
-        self._scores = ScoreKeeper(self.table, self._policy, config.score_interval, observer, key_norms)
+        self._scores = ScoreKeeper(self.table, self._policy, config.score_interval, observer, key_norms, ranks)
+        self._ranks = ranks or Ranks()
         self._reclamation = FillReclamation(self.table)
         self._relocate = relocate
         self._traces: dict[str, Trace] = {}
@@ -185,7 +189,7 @@ class EvictionWorker:
         """Logical ids to evict, request by request, in the order of ``dying`` (indices into the plan)."""
         assert self._plan is not None
         counts, batch = self._plan.counts, self._scores.batch(self._rows[dying])
-        return select_victims(
+        victims = select_victims(
             self._policy.priority(batch),
             batch.tokens,
             batch.counts,
@@ -194,6 +198,7 @@ class EvictionWorker:
             self._config.sinks,
             counts.protect[dying],
         )
+        return self._ranks.agree(victims)
 
     def _forget(self, dying: Ints, victims: Ints) -> list[tuple[str, int]]:
         assert self._plan is not None and self._report is not None

@@ -113,9 +113,7 @@ def _compile(shape: Shape, group: int) -> Any:
         table = arguments.table + tile.row * arguments.table_row
         for query in range(tile.count):
             load(
-                arguments.query
-                + (tile.first + query) * arguments.query_row
-                + tile.head * group * arguments.query_head,
+                arguments.query + (tile.first + query) * arguments.query_row + tile.head * group * arguments.query_head,
                 arguments.query_head,
                 np.float32(arguments.factor),
                 scratch + 4 * query * group * head_size,
@@ -135,12 +133,13 @@ def _compile(shape: Shape, group: int) -> Any:
                 if tokens > 0:
                     for row in range(query * group, (query + 1) * group):
                         before = overall[row]
-                        largest = maximum(part, row * part_tokens, tokens, before)
+                        row_logits = address + 4 * row * part_tokens
+                        largest = maximum(row_logits, tokens, before)
                         if largest != before:
                             overall[row] = largest
                             total[row] *= exp2(before - largest)
                         part[part_largest_at + row] = largest
-                        total[row] += exponentials(part, row * part_tokens, tokens, largest)
+                        total[row] += exponentials(row_logits, tokens, largest)
         for query in range(tile.count):
             weight = 1.0 if tile.stride != 0 else arguments.decay ** (tile.later - query)
             for row in range(query * group, (query + 1) * group):
@@ -154,8 +153,12 @@ def _compile(shape: Shape, group: int) -> Any:
                     for row in range(query * group, (query + 1) * group):
                         shares[row] = total[row] * exp2(part[part_largest_at + row] - overall[row])
                     offset = tile.offset + query * tile.stride + first
-                    mass = floats_at(arguments.mass + lane * arguments.mass_lane + 4 * offset, tokens)
-                    add(part, query * group * part_tokens, shares, query * group, mass, 0, tokens)
+                    add(
+                        address + 4 * query * group * part_tokens,
+                        scratch + 4 * (rows_at + 2 * rows + query * group),
+                        arguments.mass + lane * arguments.mass_lane + 4 * offset,
+                        tokens,
+                    )
 
     @cfunc("void(voidptr)", error_model="numpy")
     def body(data):  # type: ignore[no-untyped-def]

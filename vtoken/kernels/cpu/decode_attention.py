@@ -182,7 +182,8 @@ def _compile(shape: Shape) -> Any:
             logits(scratch, keys, arguments.keys_block, blocks, (tokens + block_size - 1) // block_size, address)
             for row in range(queries):
                 before = state[largest_at + row]
-                largest = maximum(part, row * part_tokens, tokens, before)
+                row_logits = address + 4 * row * part_tokens
+                largest = maximum(row_logits, tokens, before)
                 if largest != before:
                     shrink = exp2(before - largest)
                     state[largest_at + row] = largest
@@ -190,7 +191,7 @@ def _compile(shape: Shape) -> Any:
                     for d in range(row * head_size, (row + 1) * head_size):
                         state[d] *= shrink
                 part[part_largest_at + row] = largest
-                state[total_at + row] += exponentials(part, row * part_tokens, tokens, largest)
+                state[total_at + row] += exponentials(row_logits, tokens, largest)
             add_values(address, values, arguments.values_block, blocks, tokens, sums)
 
     @njit(error_model="numpy")
@@ -202,7 +203,7 @@ def _compile(shape: Shape) -> Any:
         for row in range(queries):
             overall[row] = nothing
             for state in range(0, piece.states * state_numbers, state_numbers):
-                overall[row] = maximum(states, state + largest_at + row, 1, overall[row])
+                overall[row] = max(overall[row], states[state + largest_at + row])
             total = np.float32(0)
             for state in range(0, piece.states * state_numbers, state_numbers):
                 total += states[state + total_at + row] * exp2(states[state + largest_at + row] - overall[row])
@@ -220,13 +221,13 @@ def _compile(shape: Shape) -> Any:
         if arguments.mass == 0:
             return
         offset = array_at(arguments.mass_offsets + 8 * piece.request, 1, np.int64)[0] + piece.block * block_size
-        mass = floats_at(arguments.mass + lane * arguments.mass_lane + 4 * offset, piece.tokens)
+        mass = arguments.mass + lane * arguments.mass_lane + 4 * offset
         for first in range(0, piece.tokens, part_tokens):
             address = scratch + 4 * (parts_at + (piece.part + first // part_tokens) * part_numbers)
             part = floats_at(address, part_numbers)
             for row in range(queries):
                 shares[row] = inverse[row] * exp2(part[part_largest_at + row] - overall[row])
-            add(part, 0, shares, 0, mass, first, min(part_tokens, piece.tokens - first))
+            add(address, scratch + 8 * rows, mass + 4 * first, min(part_tokens, piece.tokens - first))
 
     @cfunc("void(voidptr)", error_model="numpy")
     def body(data):  # type: ignore[no-untyped-def]

@@ -153,6 +153,7 @@ def part_logits(shape: Shape) -> Callable[..., Any]:
         numbers = array_at(table, blocks, np.int32)
         for block in range(blocks):
             key = keys + numbers[block] * block_bytes
+            following = keys + numbers[min(block + 1, blocks - 1)] * block_bytes
             for row in range(0, rows, tile_rows):
                 for column in range(0, size, width):
                     product(
@@ -160,6 +161,7 @@ def part_logits(shape: Shape) -> Callable[..., Any]:
                         key + number_bytes * column,
                         part + 4 * (row * tokens + block * size + column),
                         head_size,
+                        following + number_bytes * column,
                     )
 
     return logits  # type: ignore[no-any-return]
@@ -190,6 +192,7 @@ def part_values(shape: Shape) -> Callable[..., Any]:
         numbers = array_at(table, blocks, np.int32)
         for block in range(blocks):
             value = values + numbers[block] * block_bytes
+            following = values + numbers[min(block + 1, blocks - 1)] * block_bytes
             live = min(size, tokens - block * size)
             for row in range(0, rows, tile_rows):
                 for column in range(0, head_size, width):
@@ -198,21 +201,23 @@ def part_values(shape: Shape) -> Callable[..., Any]:
                         value + number_bytes * column,
                         sums + 4 * (row * head_size + column),
                         live,
+                        following + number_bytes * column,
                     )
 
     return add_values  # type: ignore[no-any-return]
 
 
 @njit(error_model="numpy")
-def maximum(logits, start, count, least):  # type: ignore[no-untyped-def]
-    """The largest of ``least`` and ``count`` numbers from ``start`` on; NaN if one of them is.
+def maximum(numbers, count, least):  # type: ignore[no-untyped-def]
+    """The largest of ``least`` and the ``count`` float32 numbers at an address; NaN if one of them is.
 
     Compared as integers that are ordered as the numbers are: unlike a maximum of floats, that becomes vector
     instructions without a promise that there is no NaN.
     """
+    array = floats_at(numbers, count)
     largest = _ordered(least)
-    for i in range(start, start + count):
-        largest = max(largest, _ordered(logits[i]))
+    for i in range(count):
+        largest = max(largest, _ordered(array[i]))
     return float_of(np.int32(largest ^ ((largest >> _SIGN) & _ALL_BUT_SIGN)))
 
 
@@ -223,29 +228,31 @@ def _ordered(value):  # type: ignore[no-untyped-def]
 
 
 @njit(fastmath=_SUMS, error_model="numpy")
-def exponentials(logits, start, count, largest):  # type: ignore[no-untyped-def]
-    """Replace ``count`` logits x from ``start`` on by 2**(x - largest), and return their sum."""
+def exponentials(logits, count, largest):  # type: ignore[no-untyped-def]
+    """Replace the ``count`` logits x at an address by 2**(x - largest), and return their sum."""
+    array = floats_at(logits, count)
     total = np.float32(0)
-    for i in range(start, start + count):
-        value = exp2(logits[i] - largest)
-        logits[i] = value
+    for i in range(count):
+        value = exp2(array[i] - largest)
+        array[i] = value
         total += value
     return total
 
 
 @lru_cache
 def add_mass(heads: int, stride: int) -> Callable[..., Any]:
-    """Compile ``add(part, start, factors, first, mass, place, count)``.
+    """Compile ``add(part, shares, mass, count)``: mass[p] += sum over h of part[h, p] * shares[h], for p < count.
 
-    mass[place + p] += sum over the heads h of part[start + h * stride + p] * factors[first + h], for p < count.
+    part [heads, stride], shares [heads] and mass [count] are addresses of float32 numbers.
     """
 
     @njit(fastmath=_SUMS, error_model="numpy")
-    def add(part, start, factors, first, mass, place, count):  # type: ignore[no-untyped-def]
+    def add(part, shares, mass, count):  # type: ignore[no-untyped-def]
+        exponential, share, sums = floats_at(part, heads * stride), floats_at(shares, heads), floats_at(mass, count)
         for p in range(count):
             total = np.float32(0)
             for head in range(heads):
-                total += part[start + head * stride + p] * factors[first + head]
-            mass[place + p] += total
+                total += exponential[head * stride + p] * share[head]
+            sums[p] += total
 
     return add  # type: ignore[no-any-return]

@@ -57,9 +57,10 @@ def tile_product(
     size = 2 if narrow else 4
 
     @intrinsic
-    def product(typing: Any, a: Any, b: Any, c: Any, n: Any) -> Any:
+    def product(typing: Any, a: Any, b: Any, c: Any, n: Any, ahead: Any) -> Any:
         def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            a, b, c, n = arguments
+            a, b, c, n, ahead = arguments
+            fn = builder.module.declare_intrinsic("llvm.prefetch.p0", (), ir.FunctionType(ir.VoidType(), [ir.IntType(8).as_pointer(), ir.IntType(32), ir.IntType(32), ir.IntType(32)]))
             floats = _FLOAT.as_pointer()
 
             def at(base: Any, offset: Any, kind: Any) -> Any:
@@ -81,6 +82,9 @@ def tile_product(
             start_of_row = [builder.inttoptr(builder.add(a, number(4 * row * a_stride)), floats) for row in range(rows)]
             with cgutils.for_range(builder, n) as loop:
                 row_of_b = builder.mul(loop.index, number(size * b_stride))
+                for line in range(0, size * vectors * LANES, 64):
+                    i32 = ir.IntType(32)
+                    builder.call(fn, [at(ahead, builder.add(row_of_b, number(line)), ir.IntType(8)), ir.Constant(i32, 0), ir.Constant(i32, 3), ir.Constant(i32, 1)])
                 right = []
                 for vector in range(vectors):
                     address = builder.add(row_of_b, number(size * vector * LANES))
@@ -100,7 +104,7 @@ def tile_product(
                     builder.store(builder.load(tile[row][vector]), place(row, vector), align=4)
             return context.get_dummy_value()
 
-        return types.void(types.int64, types.int64, types.int64, types.int64), emit
+        return types.void(types.int64, types.int64, types.int64, types.int64, types.int64), emit
 
     return product  # type: ignore[no-any-return]
 

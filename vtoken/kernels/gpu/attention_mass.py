@@ -7,6 +7,8 @@ them. So each number of ``mass`` belongs to one program, with lane = KV head, an
 A tile's rows are (query, member of the KV head's group) pairs, since those share the keys.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
 import math
 
 import numpy as np

@@ -6,6 +6,8 @@ the parts and turns the logits into probabilities, for which the denominator ove
 Programs write to places of their own: lane of ``mass`` = KV head, so nothing depends on the order in which they run.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
 import math
 
 import torch

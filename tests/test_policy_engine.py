@@ -1,0 +1,109 @@
+"""Every policy on the real engine: the logits are those of its victims, and the victims are those of its formula."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import oracle
+import pytest
+from engines import Job, generate, prompts, running
+from victim_oracle import SCORES, Settings, check_victims, h2o_fading, h2o_sum
+
+from vtoken.config import VTokenConfig
+from vtoken.core.trace import Trace
+
+Tiny = Callable[[str], Path]
+SINKS, RECENT = 4, 32
+OUTPUTS = 24
+
+
+def run(
+    model: Path, jobs: list[Job], logprobs: int, *, engine_args: dict[str, Any] | None = None, **options: Any
+) -> Any:
+    """Answers and traces of these requests, all at once."""
+    config = VTokenConfig(**{"budget": 64, "sinks": SINKS, "recent": RECENT, "record_trace": True, **options})
+    with running(model, config, **(engine_args or {})) as engine:
+        return generate(engine, jobs, logprobs=logprobs), engine.take_traces()
+
+
+def check(
+    reference: Any, jobs: list[Job], answers: dict, traces: dict[str, Trace], score: Any, chunk: int = 10**9
+) -> int:
+    """Hold every request to both oracles; how many victims were compared with survivors."""
+    compared = 0
+    for job in jobs:
+        answer, (life,) = answers[job.name], traces[job.name].incarnations
+        oracle.check(reference, job.prompt, answer.token_ids, traces[job.name], answer.logits)
+        size = len(job.prompt)
+        settings = Settings(job.prompt, [*range(chunk, size, chunk), size], SINKS, RECENT)
+        compared += check_victims(reference, [*job.prompt, *answer.token_ids], life, score, settings)
+    return compared
+
+
+TINY = {"skip_tokenizer_init": True, "max_num_batched_tokens": 96}  # prompts come in parts, beside decoding neighbours
+
+
+def tiny_jobs() -> list[Job]:
+    return [Job(f"r{n}", prompt, OUTPUTS) for n, prompt in enumerate(prompts((300, 77, 129, 128), 512))]
+
+
+@pytest.mark.parametrize("policy", SCORES)
+@pytest.mark.parametrize("name", ["llama-gqa", "llama-mha", "llama-mqa", "qwen2", "qwen3"])
+def test_tiny_models(tiny: Tiny, name: str, policy: str) -> None:
+    jobs = tiny_jobs()
+    answers, traces = run(tiny(name), jobs, -1, engine_args=TINY, policy=policy)
+    reference = oracle.load_reference(tiny(name))
+    compared = check(reference, jobs, answers, traces, SCORES[policy])
+    assert compared == sum(len(job.prompt) - 63 + OUTPUTS - 1 for job in jobs)
+    if name == "llama-gqa":
+        oracle.check_sensitivity(reference, jobs[0].prompt, answers["r0"].token_ids, traces["r0"], answers["r0"].logits)
+
+
+@pytest.mark.parametrize(
+    "options, score",
+    [
+        ({"policy": "h2o", "policy_options": {"average": False}}, h2o_sum),
+        ({"policy": "h2o", "policy_options": {"decay": 0.9}}, h2o_fading),
+        ({"policy": "h2o", "interval": 5, "budget": 70}, SCORES["h2o"]),
+        ({"policy": "tova", "interval": 7, "budget": 70}, SCORES["tova"]),
+    ],
+    ids=["sum", "fading", "interval", "tova interval"],
+)
+def test_options(tiny: Tiny, options: dict, score: Any) -> None:
+    jobs = tiny_jobs()
+    answers, traces = run(tiny("llama-gqa"), jobs, -1, engine_args=TINY, **options)
+    assert check(oracle.load_reference(tiny("llama-gqa")), jobs, answers, traces, score) > 0
+
+
+@pytest.mark.parametrize("policy", ["h2o", "snapkv", "scissorhands", "key_norm"])
+def test_prompts_reduced_in_chunks(tiny: Tiny, policy: str) -> None:
+    jobs = tiny_jobs()
+    chunks = {"prefill_evict": "chunked", "prefill_chunk": 40, "policy": policy}
+    answers, traces = run(tiny("llama-gqa"), jobs, -1, engine_args=TINY, **chunks)
+    assert max(traces["r0"].incarnations[0].num_blocks) == -(-(63 + 40) // 32)
+    assert check(oracle.load_reference(tiny("llama-gqa")), jobs, answers, traces, SCORES[policy], chunk=40) > 0
+    for job in jobs:  # alone, and in parts of other sizes: the same tokens
+        alone, _ = run(tiny("llama-gqa"), [job], -1, engine_args={"skip_tokenizer_init": True}, **chunks)
+        assert alone[job.name].token_ids == answers[job.name].token_ids
+
+
+def test_another_policys_victims_are_refused(tiny: Tiny) -> None:
+    jobs = tiny_jobs()
+    reference = oracle.load_reference(tiny("llama-gqa"))
+    for policy in ("h2o", "snapkv", "scissorhands"):
+        answers, traces = run(tiny("llama-gqa"), jobs, -1, engine_args=TINY, policy=policy)
+        for other in SCORES.keys() - {policy}:
+            with pytest.raises(AssertionError, match="was taken, and"):
+                check(reference, jobs, answers, traces, SCORES[other])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", SCORES)
+def test_the_real_model(smollm2: Path, policy: str) -> None:
+    jobs = [Job(f"r{n}", prompt, 40) for n, prompt in enumerate(prompts((400, 233), 40000))]
+    answers, traces = run(smollm2, jobs, 20, policy=policy, budget=128)
+    reference = oracle.load_reference(smollm2)
+    assert check(reference, jobs, answers, traces, SCORES[policy]) == 400 + 233 - 2 * 127 + 2 * 39
+    oracle.check_sensitivity(
+        reference, jobs[1].prompt, answers["r1"].token_ids, traces["r1"], answers["r1"].logits, candidates=3
+    )
