@@ -144,7 +144,7 @@ class TestVecViews:
     def test_the_layout_is_checked(self) -> None:
         check_vec_layout(probe_layout(with_keys_transposed, scratch(), H, D), H, D)
         for write in (as_rows, with_key_pairs_interleaved):
-            with pytest.raises(ValueError, match=r"^vtoken: .* transposed .* set block_size=16 .*\.$") as caught:
+            with pytest.raises(ValueError, match=r"^vtoken: .* transposed, .* set block_size=16 .*\.$") as caught:
                 check_vec_layout(probe_layout(write, scratch(), H, D), H, D)
             assert "\n" not in str(caught.value)
 

@@ -11,7 +11,7 @@ from typing import Any
 from vtoken.config import VTokenConfig
 from vtoken.core.budget import longest_request
 
-VERIFIED_ARCHITECTURES = ("LlamaForCausalLM",)
+VERIFIED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 _STOCK_WORKERS = ("auto", "vllm.v1.worker.cpu_worker.CPUWorker", "vllm.v1.worker.gpu_worker.Worker")
 _OURS = "vtoken.vllm_plugin.compat."
 

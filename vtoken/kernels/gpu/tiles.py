@@ -6,7 +6,7 @@ import triton
 from torch import Tensor
 
 _KEY_BYTES = 16384
-"""Keys of one tile: with the copies that are loaded ahead, small enough for any GPU's shared memory."""
+"""Keys of one tile: with the copies that are loaded ahead, within 99 KiB of shared memory up to head size 128."""
 
 
 def tile_shape(key_cache: Tensor) -> dict[str, Any]:
