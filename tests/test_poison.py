@@ -33,10 +33,11 @@ class Poisoner:
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         runner, batch = self._runner, self._runner.input_batch
         table, held = batch.block_table[0], torch.zeros(self._caches[0][0].shape[0], dtype=torch.bool)
+        for request in runner.requests.values():  # those left out of this step too
+            held[request.block_ids[0]] = True
         tails: list[tuple[int, int]] = []
         for row in range(len(batch.req_ids)):
             blocks = table.block_table.np[row, : table.num_blocks_per_row[row]].tolist()
-            held[blocks] = True
             length = int(runner.seq_lens[row])
             tails += [(blocks[p // S], p % S) for p in range(length, len(blocks) * S)]
             if self._spoil:
@@ -58,7 +59,6 @@ def run(model: Path, config: VTokenConfig, watch: Any = None, **engine_args: Any
         return generate(engine, jobs, logprobs=-1), watching
 
 
-@pytest.mark.parametrize("name", ["llama-gqa", "llama-mqa"])
 @pytest.mark.parametrize(
     "options",
     [
@@ -71,10 +71,10 @@ def run(model: Path, config: VTokenConfig, watch: Any = None, **engine_args: Any
     ],
     ids=["stock kernel", "h2o", "chunked", "each query", "one layer", "key norms"],
 )
-def test_logits_are_bit_identical(tiny: Tiny, name: str, options: dict) -> None:
+def test_logits_are_bit_identical(tiny: Tiny, options: dict) -> None:
     config = VTokenConfig(**{"budget": 50, "sinks": 4, "recent": 32, **options})
-    clean, _ = run(tiny(name), config)
-    poisoned, poisoner = run(tiny(name), config, Poisoner)
+    clean, _ = run(tiny("llama-gqa"), config)
+    poisoned, poisoner = run(tiny("llama-gqa"), config, Poisoner)
     assert poisoner.slots > 1000 and poisoner.blocks > 1000
     assert {r: a.token_ids for r, a in poisoned.items()} == {r: a.token_ids for r, a in clean.items()}
     assert {r: a.logits for r, a in poisoned.items()} == {r: a.logits for r, a in clean.items()}
