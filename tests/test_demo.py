@@ -39,7 +39,7 @@ def described(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         head_dim=64,
         hidden_size=576,
     )
-    monkeypatch.setattr(plan, "_load_model_description", lambda model: (description, ByteTokenizer()))
+    monkeypatch.setattr(plan, "load_model_description", lambda model: (description, ByteTokenizer()))
     monkeypatch.setattr(plan, "model_dtype", lambda: "float32")
     monkeypatch.setattr(plan.shutil, "which", lambda name: "/usr/bin/g++")
     return description

@@ -1,5 +1,6 @@
 """Every policy on the real engine: the logits are those of its victims, and the victims are those of its formula."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ def check(
     return compared
 
 
+MODELS = ["llama-gqa", "llama-mha", "llama-mqa", "qwen2", "qwen3"]
 TINY = {"skip_tokenizer_init": True, "max_num_batched_tokens": 96}  # prompts come in parts, beside decoding neighbours
 
 
@@ -48,7 +50,7 @@ def tiny_jobs() -> list[Job]:
 
 
 @pytest.mark.parametrize("policy", SCORES)
-@pytest.mark.parametrize("name", ["llama-gqa", "llama-mha", "llama-mqa", "qwen2", "qwen3"])
+@pytest.mark.parametrize("name", MODELS)
 def test_tiny_models(tiny: Tiny, name: str, policy: str) -> None:
     jobs = tiny_jobs()
     answers, traces = run(tiny(name), jobs, -1, engine_args=TINY, policy=policy)
@@ -57,6 +59,20 @@ def test_tiny_models(tiny: Tiny, name: str, policy: str) -> None:
     assert compared == sum(len(job.prompt) - 63 + OUTPUTS - 1 for job in jobs)
     if name == "llama-gqa":
         oracle.check_sensitivity(reference, jobs[0].prompt, answers["r0"].token_ids, traces["r0"], answers["r0"].logits)
+
+
+EVERYTHING = bool(os.environ.get("VTOKEN_TEST_EVERYTHING"))  # minutes more: all policies compiled on all models
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", SCORES)
+@pytest.mark.parametrize("name", MODELS)
+def test_compiled(tiny: Tiny, name: str, policy: str) -> None:
+    if not (EVERYTHING or policy == "h2o" or (name, policy) == ("llama-gqa", "key_norm")):
+        pytest.skip("runs with VTOKEN_TEST_EVERYTHING=1")
+    jobs = tiny_jobs()
+    answers, traces = run(tiny(name), jobs, -1, engine_args=TINY | {"enforce_eager": False}, policy=policy)
+    assert check(oracle.load_reference(tiny(name)), jobs, answers, traces, SCORES[policy]) > 0
 
 
 @pytest.mark.parametrize(
@@ -98,10 +114,13 @@ def test_another_policys_victims_are_refused(tiny: Tiny) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "compiled"])
 @pytest.mark.parametrize("policy", SCORES)
-def test_the_real_model(smollm2: Path, policy: str) -> None:
+def test_the_real_model(smollm2: Path, policy: str, eager: bool) -> None:
+    if not (EVERYTHING or eager):
+        pytest.skip("runs with VTOKEN_TEST_EVERYTHING=1")
     jobs = [Job(f"r{n}", prompt, 40) for n, prompt in enumerate(prompts((400, 233), 40000))]
-    answers, traces = run(smollm2, jobs, 20, policy=policy, budget=128)
+    answers, traces = run(smollm2, jobs, 20, policy=policy, budget=128, engine_args={"enforce_eager": eager})
     reference = oracle.load_reference(smollm2)
     assert check(reference, jobs, answers, traces, SCORES[policy]) == 400 + 233 - 2 * 127 + 2 * 39
     oracle.check_sensitivity(
