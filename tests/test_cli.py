@@ -260,7 +260,7 @@ def test_quality_hands_its_options_on(stubbed_quality: dict[str, Any], tmp_path:
     assert stubbed_quality["checked"]
     assert [run["policy"] for run in json.loads(report.read_text())["runs"]] == ["none", "h2o"]
     assert "questions from a stub" in result.stdout
-    assert "likelihood" in result.stdout
+    assert "log-likelihood: mean over documents" in result.stdout
 
 
 def test_quality_takes_every_policy_unless_told(stubbed_quality: dict[str, Any], tmp_path: Path) -> None:

@@ -4,13 +4,16 @@ import dataclasses
 import importlib
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import oracle
 import pytest
+from engines import Job, generate, prompts, running
 from policy_driver import NAMESPACES, Request, observation, priorities, random_model, request_of
+from victim_oracle import Measured, Settings, check_victims
 
 from vtoken.config import VTokenConfig
 from vtoken.policies import POLICIES, Policy, load_policy
@@ -45,6 +48,29 @@ class TestTheExample:
             max_mass(fading=1.5)
         with pytest.raises(ValueError, match=r"^vtoken: unknown option 'fadign' .*; did you mean 'fading'\?$"):
             max_mass(fadign=0.5)
+
+    def test_it_runs_in_the_engine(self, tiny: Callable[[str], Path]) -> None:
+        """The victims are those of its formula, over attention that a dense pass of the model measures."""
+        config = VTokenConfig(
+            policy="my_policies:MaxMass", policy_options={"fading": 0.99}, budget=64, record_trace=True
+        )
+        (prompt,) = prompts((200,), 512)
+        with running(tiny("llama-gqa"), config, skip_tokenizer_init=True) as engine:
+            answers = generate(engine, [Job("r", prompt, 20)], logprobs=-1)
+            traces = engine.take_traces()
+        reference = oracle.load_reference(tiny("llama-gqa"))
+        oracle.check(reference, prompt, answers["r"].token_ids, traces["r"], answers["r"].logits)
+
+        def largest(measured: Measured, settings: Settings, n: int) -> tuple[np.ndarray, np.ndarray]:
+            state = np.zeros(n)
+            for q in range(len(prompt) - 16, n):
+                state = np.maximum(0.99 * state, measured.a[q, :n])
+            return state * (1 - 1e-4), state * (1 + 1e-4)
+
+        settings = Settings(prompt, [200], config.sinks, config.recent)
+        (life,) = traces["r"].incarnations
+        tokens = [*prompt, *answers["r"].token_ids]
+        assert check_victims(reference, tokens, life, largest, settings) == 200 - 63 + 19
 
     @both_namespaces
     def test_it_keeps_the_largest_mass_that_one_query_gave(self, xp: Any) -> None:

@@ -16,6 +16,7 @@ from byte_tokenizer import ByteTokenizer
 from fake_engine import FakeProgress, FakeSnapshot
 from rich.console import Console
 
+from vtoken.cli import TABLE_WIDTH
 from vtoken.config import VTokenConfig
 from vtoken.evaluation import quality, quality_run, questions
 from vtoken.evaluation.measure import RunError
@@ -23,6 +24,7 @@ from vtoken.evaluation.quality import QualityPlan, QualitySpec, make_quality_pla
 from vtoken.evaluation.quality_report import QualityReport, QualityRun, bootstrap_interval, quality_table, summary
 from vtoken.evaluation.quality_run import Answer, ask
 from vtoken.evaluation.questions import Question, Wishes, data_directory, load_questions, spread
+from vtoken.evaluation.workloads import _source
 
 TOKENIZER = ByteTokenizer()
 DECODE = TOKENIZER.decode
@@ -122,7 +124,7 @@ def test_without_data_the_library_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     for document in loaded[2:]:
         assert len(document.forced) == 1 + 64
         whole = text(document.prompt_token_ids + document.forced)
-        assert whole in questions.passages.__globals__["_source"](document.question_id.split("-")[0])
+        assert whole in _source(document.question_id.split("-")[0])
     assert "Python's library" in note
 
 
@@ -149,18 +151,18 @@ class ScriptedEngine:
         self.now = 0.0
         self._output, self._evicts, self._finish_reason = output, evicts, finish_reason
         self._evicted = self._steps = 0
-        self._left: list[int] = []
+        self._says: list[int] = []
 
     def clock(self) -> float:
         return self.now
 
     def add_request(self, request_id: str, prompt: list[int], max_tokens: int, **options: Any) -> None:
         self.asked[request_id] = (prompt, max_tokens, options)
-        self._steps, self._tokens = 0, (self._output or [0])[:max_tokens]
-        self._forced_or_given = [*options["forced_tokens"], *self._output][:max_tokens]
+        self._steps = 0
+        self._says = [*options["forced_tokens"], *self._output][:max_tokens]
 
     def has_unfinished(self) -> bool:
-        return self._steps < 2 + len(self._forced_or_given) - 1
+        return self._steps < 2 + len(self._says) - 1
 
     def step(self) -> list[Any]:
         self._steps += 1
@@ -168,7 +170,7 @@ class ScriptedEngine:
         self._evicted += self._evicts if self._steps == 2 else 0
         if self._steps < 2:
             return []
-        tokens = self._forced_or_given[: self._steps - 1]
+        tokens = self._says[: self._steps - 1]
         progress = FakeProgress("r", tokens, not self.has_unfinished(), self._finish_reason)
         return [SimpleNamespace(**vars(progress), logprobs=[{token: -float(token)} for token in tokens])]
 
@@ -208,7 +210,7 @@ def test_what_breaks_off_while_asking(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RunError, match="question n ended early: error"):
         ask(ScriptedEngine([1, 2, 3], finish_reason="error"), NEEDLE, DECODE)
     stubborn = ScriptedEngine([1, 2, 3])
-    monkeypatch.setattr(stubborn, "add_request", lambda *a, **k: vars(stubborn).update(_forced_or_given=[1, 1, 1, 1]))
+    monkeypatch.setattr(stubborn, "add_request", lambda *a, **k: vars(stubborn).update(_says=[1, 1, 1, 1]))
     with pytest.raises(RunError, match="question n did not get the tokens that were forced"):
         ask(stubborn, NEEDLE, DECODE)
     stuck = ScriptedEngine([1])
@@ -328,7 +330,7 @@ def test_differences_are_paired_by_document() -> None:
 def test_report_as_a_table() -> None:
     output = StringIO()
     report = make_quality_report()
-    Console(file=output, width=140).print(quality_table(report))
+    Console(file=output, width=TABLE_WIDTH).print(quality_table(report))
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in output.getvalue().splitlines() if "│" in line]
     low, high = bootstrap_interval([-0.5, -0.5, -1.5])
     assert rows == [
@@ -378,18 +380,15 @@ def test_every_setting_is_run_and_saved_after_native(monkeypatch: pytest.MonkeyP
     assert "streaming_llm 64: 2 of 2 needles" in output.getvalue()
 
 
-@pytest.mark.parametrize(
-    ("script", "message"),
-    [
-        ("raise RuntimeError('out of memory')", "the run of none broke off: out of memory"),
-        ("pass", "the run of none ended with 0 of 2 answers"),
-    ],
-)
-def test_a_run_that_breaks_off(
-    monkeypatch: pytest.MonkeyPatch, small_plan: QualityPlan, script: str, message: str
-) -> None:
-    monkeypatch.setattr(quality, "run_child", lambda *a: exec(script))
-    with pytest.raises(RuntimeError, match=message):
+def test_a_run_that_breaks_off(monkeypatch: pytest.MonkeyPatch, small_plan: QualityPlan) -> None:
+    def out_of_memory(*arguments: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(quality, "run_child", out_of_memory)
+    with pytest.raises(RuntimeError, match="the run of none broke off: out of memory"):
+        run_quality(small_plan, Console(file=StringIO()))
+    monkeypatch.setattr(quality, "run_child", lambda *arguments: None)
+    with pytest.raises(RuntimeError, match="the run of none ended with 0 of 2 answers"):
         run_quality(small_plan, Console(file=StringIO()))
 
 
