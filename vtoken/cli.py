@@ -2,6 +2,8 @@
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -9,10 +11,12 @@ import typer
 from rich.console import Console
 
 from vtoken import __version__
+from vtoken.cli_options import read_settings, settings_options
 from vtoken.config import VTokenConfig
 
 REFUSED = 2
 FAILED = 1
+TABLE_WIDTH = 120
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -37,38 +41,64 @@ def vtoken(
     """Token-level KV-cache eviction for vLLM that hands emptied blocks back to the allocator."""
 
 
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")]
+Model = Annotated[Path | None, typer.Option(help="Model directory; else SmolLM2-135M, fetched once.")]
+
+
 @app.command()
+@settings_options()
 def demo(
+    settings: dict[str, Any],
     prompts: Annotated[
         Path | None,
         typer.Option(help="JSON lines with 'prompt' or 'messages'; else modules of Python's library."),
     ] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")] = None,
-    model: Annotated[Path | None, typer.Option(help="Model directory; else SmolLM2-135M, fetched once.")] = None,
+    json_file: JsonFile = None,
+    model: Model = None,
     requests: Annotated[int | None, typer.Option(min=1, help="Number of requests.")] = None,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Output tokens per request.")] = None,
     blocks: Annotated[int | None, typer.Option(min=1, help="Block budget; else four full requests.")] = None,
     repeat: Annotated[int, typer.Option(min=1, help="Runs of each kind, in turn; the table shows medians.")] = 1,
     eager: Annotated[bool, typer.Option("--eager", help="Leave out vLLM's compilation.")] = False,
-    policy: Annotated[str | None, typer.Option(help="Which tokens may be forgotten.")] = None,
-    budget: Annotated[str | None, typer.Option(help="Tokens kept (512), or a share of the prompt (0.25).")] = None,
-    sinks: Annotated[int | None, typer.Option(help="Leading tokens that are never evicted.")] = None,
-    recent: Annotated[int | None, typer.Option(help="Newest tokens that are never evicted.")] = None,
-    interval: Annotated[int | None, typer.Option(help="Evict every so many tokens.")] = None,
 ) -> None:
     """Run the same work under native vLLM and under vtoken, on the same small block budget, and compare."""
     from vtoken.evaluation.plan import DemoOptions
 
-    settings = {"policy": policy, "budget": budget, "sinks": sinks, "recent": recent, "interval": interval}
     options = DemoOptions(prompts, requests, max_tokens, blocks, eager)
-    try:
+    with _failures():
         code = _demo(settings, options, model, json_file, repeat)
-    except ValueError as error:
-        _refuse(error)
-    except RuntimeError as error:
-        typer.echo(f"vtoken: {error}", err=True)
-        raise typer.Exit(FAILED) from None
     raise typer.Exit(code)
+
+
+@app.command()
+@settings_options(without=("policy", "budget"))
+def quality(
+    settings: dict[str, Any],
+    policies: Annotated[
+        str | None,
+        typer.Option(metavar="NAME,...", help="Policies; else all built-in ones. 'none' is native vLLM alone."),
+    ] = None,
+    budgets: Annotated[
+        str, typer.Option(metavar="NUMBER,...", help="Tokens kept (512), or shares of the prompt (0.25).")
+    ] = "0.25,0.5",
+    needles: Annotated[int | None, typer.Option(min=0, help="Hidden numbers to ask for; else all.")] = None,
+    documents: Annotated[int | None, typer.Option(min=0, help="References to score; else all.")] = None,
+    max_prompt: Annotated[int, typer.Option(min=1, help="Only prompts of at most so many tokens.")] = 2500,
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Directory with needle.jsonl and long.jsonl; else VTOKEN_DATA, or Python's library."),
+    ] = None,
+    json_file: JsonFile = None,
+    model: Model = None,
+) -> None:
+    """Ask the same questions under native vLLM and under each policy: hidden numbers, and likely continuations.
+
+    Likelihoods are those of given texts, forced token by token in decode steps after the prompt was reduced.
+    """
+    from vtoken.evaluation.questions import Wishes
+
+    with _failures():
+        _quality(settings, policies, budgets, Wishes(needles, documents, max_prompt, data), model, json_file)
 
 
 def _demo(settings: dict[str, Any], options: Any, model: Path | None, json_file: Path | None, repeat: int) -> int:
@@ -104,26 +134,54 @@ def _demo(settings: dict[str, Any], options: Any, model: Path | None, json_file:
     return 0
 
 
+def _quality(
+    settings: dict[str, Any],
+    policies: str | None,
+    budgets: str,
+    wishes: Any,
+    model: Path | None,
+    json_file: Path | None,
+) -> None:
+    """Check everything, run, report. Raises ValueError for what the user has to change."""
+    configs = quality_configs(settings, policies, budgets)
+    if json_file is not None:
+        check_writable(json_file)
+    from vtoken.evaluation.plan import check_model_directory
+    from vtoken.evaluation.quality import check_quality_engines, make_quality_plan, run_quality
+    from vtoken.evaluation.quality_report import quality_table
+    from vtoken.evaluation.report import write_json
+
+    if model is not None:
+        check_model_directory(model)
+    check_vllm()
+    console = Console()
+    if not console.is_terminal:
+        console.width = max(console.width, TABLE_WIDTH)
+    plan = make_quality_plan(model or _own_model(), configs, wishes)
+    console.print(f"{plan.model}: {len(plan.questions)} {plan.note}", soft_wrap=True)
+    console.print("engine arguments of all runs:", json.dumps(plan.engine_args), soft_wrap=True)
+    if model is not None:
+        check_quality_engines(plan)
+    report = run_quality(plan, console, save=lambda report: write_json(report, json_file) if json_file else None)
+    console.print(quality_table(report))
+
+
+def quality_configs(settings: dict[str, Any], policies: str | None, budgets: str) -> list[VTokenConfig]:
+    """Every policy with every budget; "none" is native vLLM, which is measured anyway. Raises ValueError."""
+    from vtoken.policies import POLICIES
+
+    names = list(POLICIES) if policies is None else [name.strip() for name in policies.split(",")]
+    pairs = [(name, budget.strip()) for name in names if name != "none" for budget in budgets.split(",")]
+    return [parse_settings({**settings, "policy": name, "budget": budget}) for name, budget in pairs]
+
+
 def parse_settings(settings: dict[str, Any]) -> VTokenConfig:
     """The settings given on the command line, the rest as by default. Raises ValueError with one sentence."""
-    given = {name: value for name, value in settings.items() if value is not None}
-    if "budget" in given:
-        given["budget"] = parse_budget(given["budget"])
-    config = VTokenConfig(**given)
+    config = VTokenConfig(**read_settings(settings))
     from vtoken.policies import load_policy
 
     load_policy(config)
     return config
-
-
-def parse_budget(text: str) -> int | float | str:
-    """ "512" is a count of tokens, "0.25" a share; anything else is left for the settings to refuse."""
-    for number in (int, float):
-        try:
-            return number(text)
-        except ValueError:
-            continue
-    return text
 
 
 def check_vllm() -> None:
@@ -147,6 +205,18 @@ def _own_model() -> Path:
         return ensure_model()
     except RuntimeError as error:
         raise ValueError(str(error)) from None
+
+
+@contextmanager
+def _failures() -> Iterator[None]:
+    """One sentence and an exit code, for what the user has to change and for a run that broke off."""
+    try:
+        yield
+    except ValueError as error:
+        _refuse(error)
+    except RuntimeError as error:
+        typer.echo(f"vtoken: {error}", err=True)
+        raise typer.Exit(FAILED) from None
 
 
 def _refuse(error: ValueError) -> NoReturn:

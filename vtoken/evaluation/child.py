@@ -8,7 +8,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 from vtoken.config import VTokenConfig
 from vtoken.evaluation.workloads import Workload
@@ -16,6 +16,14 @@ from vtoken.evaluation.workloads import Workload
 RUN_ONE = (sys.executable, "-m", "vtoken.evaluation.run_one")
 TAIL_LINES = 12
 SECONDS_TO_END = 10.0
+
+
+class Spec(Protocol):
+    """What a run is told, on its stdin; ``vtoken`` is None for native vLLM."""
+
+    @property
+    def vtoken(self) -> VTokenConfig | None: ...
+    def to_json(self) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True)
@@ -50,7 +58,7 @@ def environment(*, plugin: bool) -> dict[str, str]:
     }
 
 
-def run_child(spec: RunSpec, on_event: Callable[[dict[str, Any]], None], command: Sequence[str] = RUN_ONE) -> None:
+def run_child(spec: Spec, on_event: Callable[[dict[str, Any]], None], command: Sequence[str] = RUN_ONE) -> None:
     """Run ``spec`` to its end and pass its events on.
 
     Raises:
@@ -77,7 +85,7 @@ def run_child(spec: RunSpec, on_event: Callable[[dict[str, Any]], None], command
             raise RuntimeError(f"the process ended with exit code {code}\n{_tail(stderr)}".strip())
 
 
-def _listen(process: "subprocess.Popen[str]", spec: RunSpec, on_event: Callable[[dict[str, Any]], None]) -> str:
+def _listen(process: "subprocess.Popen[str]", spec: Spec, on_event: Callable[[dict[str, Any]], None]) -> str:
     """Pass events on until the run closes its stdout; returns what it said about breaking off, if it did."""
     assert process.stdin is not None
     assert process.stdout is not None

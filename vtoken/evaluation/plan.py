@@ -62,7 +62,7 @@ def make_plan(model: Path, config: VTokenConfig, options: DemoOptions) -> Plan:
     Raises:
         ValueError: one sentence, for a model, prompts or a block budget that cannot work.
     """
-    text_config, tokenizer = _load_model_description(model)
+    text_config, tokenizer = load_model_description(model)
     context = int(text_config.max_position_embeddings)
     workloads = _load(tokenizer, context, options)
     needles = needle_requests(tokenizer, needle_length(workloads))
@@ -85,6 +85,12 @@ def make_plan(model: Path, config: VTokenConfig, options: DemoOptions) -> Plan:
     if not eager and shutil.which(os.environ.get("CXX", "g++")) is None:
         notes.append("No C++ compiler (g++) was found: running eagerly, without vLLM's compilation.")
         eager = True
+    engine_args = engine_arguments(text_config, num_blocks, min(blocks_per_request * BLOCK_SIZE, context), eager=eager)
+    return Plan(model, engine_args, config, workloads, needles, num_blocks, notes)
+
+
+def engine_arguments(text_config: Any, num_blocks: int, max_model_len: int, *, eager: bool) -> dict[str, Any]:
+    """vLLM's arguments for a pool of ``num_blocks`` blocks that requests can hold."""
     dtype = model_dtype()
     # vLLM keeps one block for itself.
     pool = num_blocks + 1
@@ -92,7 +98,7 @@ def make_plan(model: Path, config: VTokenConfig, options: DemoOptions) -> Plan:
         "dtype": dtype,
         "block_size": BLOCK_SIZE,
         "enable_prefix_caching": False,
-        "max_model_len": min(blocks_per_request * BLOCK_SIZE, context),
+        "max_model_len": max_model_len,
         "max_num_seqs": MAX_NUM_SEQS,
         "num_gpu_blocks_override": pool,
         # Without it vLLM first insists on most of the machine's memory, however few blocks are asked for.
@@ -102,7 +108,7 @@ def make_plan(model: Path, config: VTokenConfig, options: DemoOptions) -> Plan:
     }
     if eager:
         engine_args["enforce_eager"] = True
-    return Plan(model, engine_args, config, workloads, needles, num_blocks, notes)
+    return engine_args
 
 
 def check_model_directory(model: Path) -> Path:
@@ -114,7 +120,8 @@ def check_model_directory(model: Path) -> Path:
     return model
 
 
-def _load_model_description(model: Path) -> tuple[Any, Any]:
+def load_model_description(model: Path) -> tuple[Any, Any]:
+    """Text configuration and tokenizer. Raises ValueError, in one sentence, for a model that cannot be read."""
     from transformers import AutoConfig
 
     check_model_directory(model)

@@ -3,7 +3,7 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rich.table import Table
 
@@ -60,7 +60,11 @@ class DemoReport:
         return report
 
 
-def write_json(report: DemoReport, path: Path) -> None:
+class Report(Protocol):
+    def to_json(self) -> dict[str, Any]: ...
+
+
+def write_json(report: Report, path: Path) -> None:
     path.write_text(json.dumps(report.to_json(), indent=2) + "\n", encoding="utf-8")
 
 

@@ -18,14 +18,22 @@ from vtoken.evaluation.workloads import Workload, load_tokenizer
 SECONDS_BETWEEN_REPORTS = 0.2
 
 
+Emit = Callable[..., None]
+
+
 def main() -> int:
+    return listen(run)
+
+
+def listen(run: Callable[[dict[str, Any], Emit], int]) -> int:
+    """Read what to run, run it, and return the exit code."""
     emit = _claim_stdout()
     spec = json.loads(sys.stdin.readline())
     threading.Thread(target=_end_with_parent, daemon=True).start()
     return run(spec, emit)
 
 
-def run(spec: dict[str, Any], emit: Callable[..., None]) -> int:
+def run(spec: dict[str, Any], emit: Emit) -> int:
     """Run what ``spec`` describes (see ``RunSpec``) and emit "started", "progress" and "result" events.
 
     A configuration that cannot run is emitted as "refused", a run that broke off as "failed".
@@ -80,7 +88,7 @@ def _rarely(report: Callable[[RunProgress], None]) -> Callable[[RunProgress], No
     return maybe
 
 
-def _claim_stdout() -> Callable[..., None]:
+def _claim_stdout() -> Emit:
     """Keep stdout for events alone: whatever else this process prints goes to stderr."""
     channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)

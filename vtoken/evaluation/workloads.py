@@ -88,11 +88,11 @@ def explain_requests(
     The lengths step through that range so that they fall on many residues of a block. Nothing is random: the
     same Python and tokenizer give the same requests.
     """
-    passages = _passages(tokenizer, max(DEMO_PROMPT_TOKENS))
+    texts = passages(tokenizer, max(DEMO_PROMPT_TOKENS))
     workloads = []
     for index in range(count):
         length = DEMO_PROMPT_TOKENS[(index * 37) % len(DEMO_PROMPT_TOKENS)]
-        name, part, passage = next(passages)
+        name, part, passage = next(texts)
         chat = render_chat(tokenizer, [{"role": "user", "content": EXPLAIN.format(name=name)}])
         head, tail = (encode(tokenizer, piece) for piece in chat.split(MARK))
         prompt = head + passage[: length - len(head) - len(tail)] + tail
@@ -107,7 +107,7 @@ def needle_requests(tokenizer: Any, prompt_tokens: int, seed: int = 0) -> list[W
     """
     draw = random.Random(seed)
     workloads = []
-    passages = _passages(tokenizer, prompt_tokens)
+    texts = passages(tokenizer, prompt_tokens)
     for index, depth in enumerate(NEEDLE_DEPTHS):
         word, number = WORDS[index % len(WORDS)], str(draw.randrange(1_000_000, 10_000_000))
         intro = encode(tokenizer, NEEDLE_INTRO)
@@ -118,7 +118,7 @@ def needle_requests(tokenizer: Any, prompt_tokens: int, seed: int = 0) -> list[W
             raise ValueError(
                 f"a needle prompt of {prompt_tokens} tokens is too short for its question; use 128 or more."
             )
-        haystack = next(passages)[2][:room]
+        haystack = next(texts)[2][:room]
         cut = round(depth * room)
         prompt = intro + haystack[:cut] + needle + haystack[cut:] + question
         workloads.append(Workload(f"needle-{index}", prompt, NEEDLE_OUTPUT_TOKENS, [number]))
@@ -131,7 +131,7 @@ def needle_length(workloads: Sequence[Workload]) -> int:
     return min(max(longest, min(NEEDLE_PROMPT_TOKENS)), max(NEEDLE_PROMPT_TOKENS))
 
 
-def _passages(tokenizer: Any, length: int) -> Iterator[tuple[str, int, list[int]]]:
+def passages(tokenizer: Any, length: int) -> Iterator[tuple[str, int, list[int]]]:
     """(module, part, ``length`` token ids): the first part of every module, then the second of each, ..."""
     part, found = 0, True
     while found:

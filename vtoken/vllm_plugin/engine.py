@@ -10,6 +10,11 @@ from vtoken.config import VTokenConfig
 from vtoken.core.trace import Trace
 from vtoken.vllm_plugin.plugin import OPTION, check_vllm_version, parse_config, register
 
+FORCED_TOKENS = "forced_tokens"
+"""Key in a request's ``extra_args``; outside ``vtoken.``, since native vLLM takes it as well."""
+FORCED_TOKENS_PROCESSOR = "vtoken.vllm_plugin.forced_tokens:ForcedTokens"
+"""For the engine argument ``logits_processors``, without which no token is forced."""
+
 
 @dataclass(frozen=True)
 class Progress:
@@ -60,15 +65,46 @@ class Engine:
         *,
         extra_args: dict[str, Any] | None = None,
         logprobs: int | None = None,
+        forced_tokens: list[int] | None = None,
     ) -> None:
-        """Queue a request. Raises ValueError, in one sentence, for settings that vtoken refuses."""
+        """Queue a request.
+
+        Args:
+            request_id: unique among the unfinished ones.
+            prompt_token_ids: the prompt.
+            max_tokens: exactly so many are produced.
+            extra_args: such as ``{"vtoken.budget": 256}``.
+            logprobs: for each output token, also report so many of the likeliest; 0 reports the output token alone.
+            forced_tokens: output tokens that are given, from the first one on.
+
+        Raises:
+            ValueError: one sentence, for settings that vtoken refuses or tokens that cannot be forced.
+        """
         from vllm import SamplingParams
 
+        if forced_tokens:
+            extra_args = {**(extra_args or {}), FORCED_TOKENS: forced_tokens}
+            self._check_forced(extra_args)
         params = SamplingParams(
             temperature=0.0, max_tokens=max_tokens, ignore_eos=True, extra_args=extra_args, logprobs=logprobs
         )
         internal = self._engine.add_request(request_id, {"prompt_token_ids": prompt_token_ids}, params)
         self._external_id[internal or request_id] = request_id
+
+    def _check_forced(self, extra_args: dict[str, Any]) -> None:
+        from vtoken.vllm_plugin.forced_tokens import forced_tokens
+
+        tokens, model = forced_tokens(extra_args), self._engine.vllm_config.model_config
+        if FORCED_TOKENS_PROCESSOR not in (model.logits_processors or []):
+            raise ValueError(
+                f"vtoken: tokens cannot be forced on this engine; start it with logits_processors="
+                f"['{FORCED_TOKENS_PROCESSOR}']."
+            )
+        if max(tokens) >= model.get_vocab_size():
+            raise ValueError(
+                f"vtoken: forced token {max(tokens)} is outside the vocabulary of {model.get_vocab_size()} tokens; "
+                "force tokens of this model's tokenizer."
+            )
 
     def step(self) -> list[Progress]:
         """Run one step of the scheduler and the model."""

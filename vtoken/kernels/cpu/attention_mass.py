@@ -20,6 +20,7 @@ from vtoken.kernels.cpu.parts import (
     Shape,
     add_mass,
     align,
+    check_mass,
     exponentials,
     load_queries,
     maximum,
@@ -104,7 +105,7 @@ def _compile(shape: Shape, group: int) -> Any:
     rows_at, parts_at, part_largest_at, part_numbers = places.rows, places.parts, places.part_largest, places.part
     load, logits, add = load_queries(group, head_size), part_logits(shape), add_mass(group, part_tokens)
     thread_number, team_size = openmp.thread_number, openmp.team_size
-    nothing = np.float32(-np.inf)
+    part_blocks, nothing = shape.blocks_per_part, np.float32(-np.inf)
 
     @njit(error_model="numpy")
     def observe(arguments, tile, scratch, lane):  # type: ignore[no-untyped-def]
@@ -118,40 +119,43 @@ def _compile(shape: Shape, group: int) -> Any:
                 np.float32(arguments.factor),
                 scratch + 4 * query * group * head_size,
             )
-        of_rows = floats_at(scratch + 4 * rows_at, 3 * rows)
-        overall, total, shares = of_rows[:rows], of_rows[rows : 2 * rows], of_rows[2 * rows :]
-        overall[:] = nothing
-        total[:] = np.float32(0)
+        of_rows = floats_at(scratch + 4 * rows_at)  # per row a largest, a total, later its inverse, and a share
+        for row in range(rows):
+            of_rows[row], of_rows[rows + row] = nothing, np.float32(0)
         positions = tile.context + tile.count - 1
         for first in range(0, positions, part_tokens):
             address = scratch + 4 * (parts_at + first // part_tokens * part_numbers)
-            part = floats_at(address, part_numbers)
-            blocks = (min(part_tokens, positions - first) + block_size - 1) // block_size
-            logits(scratch, keys, arguments.keys_block, table + 4 * (first // block_size), blocks, address)
+            part = floats_at(address)
+            blocks = table + 4 * (first // block_size)
+            more = first + part_tokens < positions
+            next_key = keys + array_at(blocks, np.int32)[part_blocks if more else 0] * arguments.keys_block
+            used = (min(part_tokens, positions - first) + block_size - 1) // block_size
+            logits(scratch, keys, arguments.keys_block, blocks, used, address, next_key)
             for query in range(tile.count):
                 tokens = min(part_tokens, tile.context + query - first)
                 if tokens > 0:
                     for row in range(query * group, (query + 1) * group):
-                        before = overall[row]
+                        before = of_rows[row]
                         row_logits = address + 4 * row * part_tokens
                         largest = maximum(row_logits, tokens, before)
                         if largest != before:
-                            overall[row] = largest
-                            total[row] *= exp2(before - largest)
+                            of_rows[row] = largest
+                            of_rows[rows + row] *= exp2(before - largest)
                         part[part_largest_at + row] = largest
-                        total[row] += exponentials(row_logits, tokens, largest)
+                        of_rows[rows + row] += exponentials(row_logits, tokens, largest)
         for query in range(tile.count):
             weight = 1.0 if tile.stride != 0 else arguments.decay ** (tile.later - query)
             for row in range(query * group, (query + 1) * group):
-                total[row] = np.float32(weight) / total[row]
+                of_rows[rows + row] = np.float32(weight) / of_rows[rows + row]
         for first in range(0, positions, part_tokens):
             address = scratch + 4 * (parts_at + first // part_tokens * part_numbers)
-            part = floats_at(address, part_numbers)
+            part = floats_at(address)
             for query in range(tile.count):
                 tokens = min(part_tokens, tile.context + query - first)
                 if tokens > 0:
                     for row in range(query * group, (query + 1) * group):
-                        shares[row] = total[row] * exp2(part[part_largest_at + row] - overall[row])
+                        shrink = exp2(part[part_largest_at + row] - of_rows[row])
+                        of_rows[2 * rows + row] = of_rows[rows + row] * shrink
                     offset = tile.offset + query * tile.stride + first
                     add(
                         address + 4 * query * group * part_tokens,
@@ -163,12 +167,9 @@ def _compile(shape: Shape, group: int) -> Any:
     @cfunc("void(voidptr)", error_model="numpy")
     def body(data):  # type: ignore[no-untyped-def]
         arguments = carray(data, 1, _ARGUMENTS)[0]
-        lane_tiles = array_at(arguments.lane_tiles, arguments.lanes + 1, np.int64)
-        tiles = array_at(arguments.tiles, lane_tiles[arguments.lanes], _TILE)
+        lane_tiles, tiles = array_at(arguments.lane_tiles, np.int64), array_at(arguments.tiles, _TILE)
         for lane in range(thread_number(), arguments.lanes, team_size()):
             scratch = arguments.scratch + lane * arguments.scratch_lane
-            # What is left there from before must not be read as a query: rows that a tile does not fill are computed.
-            floats_at(scratch, rows_at)[:] = np.float32(0)
             for n in range(lane_tiles[lane], lane_tiles[lane + 1]):
                 observe(arguments, tiles[n], scratch, lane)
 
@@ -199,6 +200,7 @@ class AttentionMass:
         group = num_query_heads // self._heads
         self._per_tile = max(1, _ROWS // group)
         self._shape = Shape(size, head_size, self._per_tile * group, key_cache.dtype == torch.bfloat16)
+        self._query_shape = (num_query_heads, head_size)
         self._body = _compile(self._shape, group)
         self.lanes = openmp.num_threads()
         self._arguments = np.zeros(1, dtype=_ARGUMENTS)
@@ -206,7 +208,7 @@ class AttentionMass:
         numbers, layer = self._arguments.view(np.int64), len(_LAYER.split())
         self._layer, self._step = numbers[:layer], numbers[layer:-2]
         self._scratch = torch.empty(0)
-        self._planned = 0
+        self._planned = self._queries_end = self._mass_end = 0
         self._kept: tuple[Any, ...] = ()
 
     def plan(self, block_table: Any, segments: "QuerySegments") -> None:
@@ -228,6 +230,9 @@ class AttentionMass:
             *(self.lanes, self._scratch.data_ptr(), 4 * scratch_lane),
         )
         self._planned = len(tiles)
+        self._queries_end = int((segments.first + segments.count).max(initial=0))
+        length = segments.context + segments.count - 1
+        self._mass_end = int((segments.offset + (segments.count - 1) * segments.stride + length).max(initial=0))
         self._kept = (table, tiles, lane_tiles)
 
     def __call__(self, query: Tensor, key_cache: Tensor, scale: float, decay: float, mass: Tensor) -> None:
@@ -236,7 +241,16 @@ class AttentionMass:
         Args:
             query: [T, Hq, D], of any strides as long as the numbers of a head are contiguous.
             mass: float32 [lanes or more, N], the numbers of a lane contiguous.
+
+        Raises:
+            ValueError: the tensors are smaller than planned; compiled code would reach beyond them.
         """
+        if query.shape[0] < self._queries_end or query.shape[1:] != self._query_shape:
+            raise ValueError(
+                f"vtoken: attention of {self._queries_end} queries was planned, and {tuple(query.shape)} were given; "
+                "call plan for each step."
+            )
+        check_mass(mass, self.lanes, self._mass_end)
         if not self._planned:
             return
         queries = query.float()

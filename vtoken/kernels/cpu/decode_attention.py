@@ -15,13 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vtoken.core.ragged import Ints
 from vtoken.kernels import openmp
+from vtoken.kernels.cpu.decode_plan import PIECE, divide
 from vtoken.kernels.cpu.parts import (
     LOG2_E,
     Shape,
     add_mass,
     align,
+    check_mass,
     exponentials,
     load_queries,
     maximum,
@@ -41,69 +42,8 @@ _STEP = "table table_row mass_offsets pieces lane_pieces lanes divided scratch s
 _ARGUMENTS = record_of(f"{_LAYER} {_STEP}", floats="factor")
 """Addresses, and distances in bytes. ``mass`` is 0 if there is none to add to."""
 
-_PIECE = record_of("request head block tokens part state first_state states")
-"""A run of a request's tokens for one KV head, worked on by one thread.
-
-``block`` is the first one's place in the request's row, ``part`` where its logits start in the thread's scratch,
-``state`` where its sums lie; its softmax consists of ``states`` of them from ``first_state`` on.
-"""
-
-_SHORTEST = 4
-"""Blocks from a softmax's end within which no cut is made: two threads' merging costs more than they save."""
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """How a step's work is divided; the arrays are kept alive because compiled code has their addresses."""
-
-    pieces: Any
-    lane_pieces: Ints
-    divided: bool
-    parts: int
-    states: int
-
-
-def _divide(blocks: Ints, lengths: Ints, heads: int, lanes: int, shape: Shape) -> _Plan:
-    """Cut the work into pieces, in order of request and KV head, and deal them out.
-
-    Args:
-        blocks, lengths: blocks and tokens of each request, [R].
-    """
-    size, per_part = shape.block_size, shape.blocks_per_part
-    ends = np.cumsum(np.repeat(blocks, heads))
-    starts = ends - np.repeat(blocks, heads)
-    total = int(ends[-1]) if len(ends) else 0
-    cuts = np.arange(1, lanes) * total // lanes
-    following = np.searchsorted(ends, cuts, side="right")
-    for bound in (starts, ends):
-        near = np.minimum(following, len(bound) - 1)
-        cuts = np.where(np.abs(cuts - bound[near]) < _SHORTEST, bound[near], cuts) if total else cuts
-    edges = np.unique(np.concatenate([starts, cuts, [total]]))
-    first, last = edges[:-1], edges[1:]
-    softmax = np.searchsorted(ends, first, side="right")
-
-    pieces = np.zeros(len(first), dtype=_PIECE)
-    request = softmax // heads
-    block = first - starts[softmax]
-    pieces["request"], pieces["head"], pieces["block"] = request, softmax % heads, block
-    pieces["tokens"] = np.minimum((last - first) * size, lengths[request] - block * size)
-    lane_pieces = np.searchsorted(first, np.concatenate([[0], cuts, [total]]))
-
-    # Whole softmaxes take turns in one place of a thread's scratch; what waits for others has places of its own.
-    parts = -(-(last - first) // per_part)
-    whole = (first == starts[softmax]) & (last == ends[softmax])
-    lane = np.searchsorted(lane_pieces, np.arange(len(first)), side="right") - 1
-    pieces["state"] = pieces["first_state"] = lane
-    pieces["states"] = 1
-    after = np.full(lanes, parts[whole].max(initial=0))
-    for state, piece in enumerate(np.flatnonzero(~whole), start=lanes):
-        pieces["part"][piece] = after[lane[piece]]
-        after[lane[piece]] += parts[piece]
-        pieces["state"][piece] = state
-        same = (softmax == softmax[piece]).nonzero()[0]
-        pieces["first_state"][piece] = state - (piece - same[0])
-        pieces["states"][piece] = len(same)
-    return _Plan(pieces, lane_pieces, not whole.all(), int(after.max(initial=0)), lanes + int((~whole).sum()))
+_NO_MASS = 2**62
+"""Numbers of mass that a plan without offsets asks for: more than there ever are."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +94,7 @@ def _compile(shape: Shape) -> Any:
     load, logits, add_values = load_queries(queries, head_size), part_logits(shape), part_values(shape)
     add = add_mass(queries, part_tokens)
     thread_number, team_size, barrier = openmp.thread_number, openmp.team_size, openmp.barrier
-    nothing = np.float32(-np.inf)
+    part_blocks, nothing = shape.blocks_per_part, np.float32(-np.inf)
 
     @njit(error_model="numpy")
     def attend(arguments, piece, scratch):  # type: ignore[no-untyped-def]
@@ -170,16 +110,20 @@ def _compile(shape: Shape) -> Any:
             scratch,
         )
         sums = arguments.states + 4 * piece.state * state_numbers
-        state = floats_at(sums, state_numbers)
-        state[:largest_at] = np.float32(0)
-        state[largest_at:total_at] = nothing
-        state[total_at:] = np.float32(0)
+        state = floats_at(sums)
+        for n in range(state_numbers):
+            state[n] = nothing if largest_at <= n < total_at else np.float32(0)
         for first in range(0, piece.tokens, part_tokens):
             address = scratch + 4 * (parts_at + (piece.part + first // part_tokens) * part_numbers)
-            part = floats_at(address, part_numbers)
+            part = floats_at(address)
             tokens = min(part_tokens, piece.tokens - first)
             blocks = table + 4 * (first // block_size)
-            logits(scratch, keys, arguments.keys_block, blocks, (tokens + block_size - 1) // block_size, address)
+            numbers = array_at(blocks, np.int32)
+            first_value = values + numbers[0] * arguments.values_block
+            more = first + part_tokens < piece.tokens
+            next_key = keys + numbers[part_blocks if more else 0] * arguments.keys_block
+            used = (tokens + block_size - 1) // block_size
+            logits(scratch, keys, arguments.keys_block, blocks, used, address, first_value)
             for row in range(queries):
                 before = state[largest_at + row]
                 row_logits = address + 4 * row * part_tokens
@@ -192,61 +136,59 @@ def _compile(shape: Shape) -> Any:
                         state[d] *= shrink
                 part[part_largest_at + row] = largest
                 state[total_at + row] += exponentials(row_logits, tokens, largest)
-            add_values(address, values, arguments.values_block, blocks, tokens, sums)
+            add_values(address, values, arguments.values_block, blocks, tokens, sums, next_key)
 
     @njit(error_model="numpy")
     def finish(arguments, piece, scratch, lane):  # type: ignore[no-untyped-def]
         """Write a softmax's output, if the piece is its first, and add the mass of the piece's tokens."""
-        states = floats_at(arguments.states + 4 * piece.first_state * state_numbers, piece.states * state_numbers)
-        queries_place = floats_at(scratch, 3 * rows)  # the queries themselves are not needed any more
-        overall, inverse, shares = queries_place[:rows], queries_place[rows : 2 * rows], queries_place[2 * rows :]
+        states = floats_at(arguments.states + 4 * piece.first_state * state_numbers)
+        end = piece.states * state_numbers
+        rows_of = floats_at(scratch)  # the queries are not needed any more: per row a largest, an inverse and a share
         for row in range(queries):
-            overall[row] = nothing
-            for state in range(0, piece.states * state_numbers, state_numbers):
-                overall[row] = max(overall[row], states[state + largest_at + row])
+            largest = nothing
+            for state in range(0, end, state_numbers):
+                largest = max(largest, states[state + largest_at + row])
             total = np.float32(0)
-            for state in range(0, piece.states * state_numbers, state_numbers):
-                total += states[state + total_at + row] * exp2(states[state + largest_at + row] - overall[row])
-            inverse[row] = np.float32(1) / total
+            for state in range(0, end, state_numbers):
+                total += states[state + total_at + row] * exp2(states[state + largest_at + row] - largest)
+            rows_of[row], rows_of[rows + row] = largest, np.float32(1) / total
             if piece.block == 0:
                 head = piece.head * queries + row
                 output = floats_at(
-                    arguments.output + piece.request * arguments.output_row + head * arguments.output_head, head_size
+                    arguments.output + piece.request * arguments.output_row + head * arguments.output_head
                 )
-                output[:] = np.float32(0)
-                for state in range(0, piece.states * state_numbers, state_numbers):
-                    share = inverse[row] * exp2(states[state + largest_at + row] - overall[row])
+                for state in range(0, end, state_numbers):
+                    share = exp2(states[state + largest_at + row] - largest) / total
                     for d in range(head_size):
-                        output[d] += share * states[state + row * head_size + d]
+                        term = share * states[state + row * head_size + d]
+                        output[d] = term if state == 0 else output[d] + term
         if arguments.mass == 0:
             return
-        offset = array_at(arguments.mass_offsets + 8 * piece.request, 1, np.int64)[0] + piece.block * block_size
+        offset = array_at(arguments.mass_offsets + 8 * piece.request, np.int64)[0] + piece.block * block_size
         mass = arguments.mass + lane * arguments.mass_lane + 4 * offset
         for first in range(0, piece.tokens, part_tokens):
             address = scratch + 4 * (parts_at + (piece.part + first // part_tokens) * part_numbers)
-            part = floats_at(address, part_numbers)
+            part = floats_at(address)
             for row in range(queries):
-                shares[row] = inverse[row] * exp2(part[part_largest_at + row] - overall[row])
+                shrink = exp2(part[part_largest_at + row] - rows_of[row])
+                rows_of[2 * rows + row] = rows_of[rows + row] * shrink
             add(address, scratch + 8 * rows, mass + 4 * first, min(part_tokens, piece.tokens - first))
 
     @cfunc("void(voidptr)", error_model="numpy")
     def body(data):  # type: ignore[no-untyped-def]
         arguments = carray(data, 1, _ARGUMENTS)[0]
-        lane_pieces = array_at(arguments.lane_pieces, arguments.lanes + 1, np.int64)
-        pieces = array_at(arguments.pieces, lane_pieces[arguments.lanes], _PIECE)
+        lane_pieces, pieces = array_at(arguments.lane_pieces, np.int64), array_at(arguments.pieces, PIECE)
         thread, team = thread_number(), team_size()
-        for lane in range(thread, arguments.lanes, team):
-            scratch = arguments.scratch + lane * arguments.scratch_lane
-            for n in range(lane_pieces[lane], lane_pieces[lane + 1]):
-                attend(arguments, pieces[n], scratch)
-                if pieces[n].states == 1:
-                    finish(arguments, pieces[n], scratch, lane)
-        if arguments.divided:
-            barrier()
+        # Once for what a thread has to do on its own, and once more for what it had to wait for others for.
+        for merging in range(1 + arguments.divided):
+            if merging:
+                barrier()
             for lane in range(thread, arguments.lanes, team):
                 scratch = arguments.scratch + lane * arguments.scratch_lane
                 for n in range(lane_pieces[lane], lane_pieces[lane + 1]):
-                    if pieces[n].states > 1:
+                    if not merging:
+                        attend(arguments, pieces[n], scratch)
+                    if merging == (pieces[n].states > 1):
                         finish(arguments, pieces[n], scratch, lane)
 
     return body
@@ -281,7 +223,7 @@ class DecodeAttention:
         self._address = self._arguments.ctypes.data
         numbers, layer = self._arguments.view(np.int64), len(_LAYER.split())
         self._layer, self._step = numbers[:layer], numbers[layer:-1]
-        self._planned = 0
+        self._planned, self._mass_end = 0, 0
         self._scratch = self._states = torch.empty(0)
         self._kept: tuple[Any, ...] = ()
 
@@ -295,7 +237,7 @@ class DecodeAttention:
         """
         lengths = np.asarray(lengths, dtype=np.int64)
         table = np.asarray(block_table)
-        plan = _divide(-(-lengths // self._shape.block_size), lengths, self._heads, self.lanes, self._shape)
+        plan = divide(lengths, self._heads, self.lanes, self._shape.block_size, self._shape.blocks_per_part)
         scratch_lane = self._places.parts + plan.parts * self._places.part
         if self._scratch.numel() < self.lanes * scratch_lane:
             self._scratch = torch.empty(self.lanes * scratch_lane * 5 // 4)
@@ -308,6 +250,7 @@ class DecodeAttention:
             *(self._scratch.data_ptr(), 4 * scratch_lane, self._states.data_ptr()),
         )
         self._planned = len(lengths)
+        self._mass_end = int((offsets + lengths).max(initial=0)) if len(offsets) else _NO_MASS
         self._kept = (plan, table, offsets)
 
     def __call__(
@@ -324,7 +267,18 @@ class DecodeAttention:
         Args:
             query, output: [R, Hq, D], of any strides as long as the numbers of a head are contiguous.
             mass: float32 [lanes or more, N], the numbers of a lane contiguous.
+
+        Raises:
+            ValueError: the tensors are not of the planned size; compiled code would reach beyond them.
         """
+        wanted = (self._planned, self._heads * self._shape.queries, self._shape.head_size)
+        if query.shape != wanted or output.shape != wanted:
+            raise ValueError(
+                f"vtoken: attention of {wanted} queries was planned, not of {tuple(query.shape)} to "
+                f"{tuple(output.shape)}; call plan for each step."
+            )
+        if mass is not None:
+            check_mass(mass, self.lanes, self._mass_end)
         if not self._planned:
             return
         queries = query.float()

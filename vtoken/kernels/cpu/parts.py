@@ -105,6 +105,19 @@ def _view(name: str, cache: Tensor, inner: tuple[int, int]) -> CacheView:
     return CacheView(cache.data_ptr(), block * bytes_per, head * bytes_per)
 
 
+def check_mass(mass: Tensor, lanes: int, end: int) -> None:
+    """Check that there is room in ``mass``, [lanes, N], for N = ``end`` numbers in each lane.
+
+    Raises:
+        ValueError: there is not, or the numbers are not contiguous float32.
+    """
+    if mass.dtype != torch.float32 or mass.stride(-1) != 1 or mass.shape[0] < lanes or mass.shape[1] < end:
+        raise ValueError(
+            f"vtoken: {mass.dtype} mass {tuple(mass.shape)} with strides {mass.stride()} has no room for what was "
+            f"planned; pass contiguous float32 of at least {(lanes, end)}."
+        )
+
+
 def align(numbers: int) -> int:
     """Rounded up to a cache line of float32, so that no two threads write to the same one."""
     return -(-numbers // 16) * 16
@@ -120,20 +133,21 @@ def load_queries(heads: int, head_size: int) -> Callable[..., Any]:
     @njit(error_model="numpy")
     def load(source, stride, factor, target):  # type: ignore[no-untyped-def]
         for row in range(heads):
-            query = floats_at(source + row * stride, head_size)
-            scaled = floats_at(target + 4 * row * head_size, head_size)
+            query = floats_at(source + row * stride)
+            scaled = floats_at(target + 4 * row * head_size)
             for d in range(head_size):
                 scaled[d] = query[d] * factor
 
-    return load  # type: ignore[no-any-return]
+    return load
 
 
 @lru_cache
 def part_logits(shape: Shape) -> Callable[..., Any]:
-    """Compile ``logits(queries, keys, block_bytes, table, blocks, part)``: queries times the keys of some blocks.
+    """Compile ``logits(queries, keys, block_bytes, table, blocks, part, next_block)``: queries times blocks of keys.
 
     ``queries`` [rows, D] and ``part`` [rows, tokens] are addresses, as are ``keys``, of a head in block 0, and
-    ``table``, of the numbers of the blocks (int32). Whole blocks are multiplied, dead tokens included.
+    ``table``, of the numbers of the blocks (int32). Whole blocks are multiplied, dead tokens included. ``next_block``
+    is what will be read after the last one.
     """
     tile_rows, vectors = tile_shape(shape.queries, shape.block_size)
     width = vectors * LANES
@@ -149,11 +163,11 @@ def part_logits(shape: Shape) -> Callable[..., Any]:
     )
 
     @njit(error_model="numpy")
-    def logits(queries, keys, block_bytes, table, blocks, part):  # type: ignore[no-untyped-def]
-        numbers = array_at(table, blocks, np.int32)
+    def logits(queries, keys, block_bytes, table, blocks, part, next_block):  # type: ignore[no-untyped-def]
+        numbers = array_at(table, np.int32)
         for block in range(blocks):
             key = keys + numbers[block] * block_bytes
-            following = keys + numbers[min(block + 1, blocks - 1)] * block_bytes
+            ahead = keys + numbers[block + 1] * block_bytes if block + 1 < blocks else next_block
             for row in range(0, rows, tile_rows):
                 for column in range(0, size, width):
                     product(
@@ -161,15 +175,15 @@ def part_logits(shape: Shape) -> Callable[..., Any]:
                         key + number_bytes * column,
                         part + 4 * (row * tokens + block * size + column),
                         head_size,
-                        following + number_bytes * column,
+                        ahead + number_bytes * column * head_size,
                     )
 
-    return logits  # type: ignore[no-any-return]
+    return logits
 
 
 @lru_cache
 def part_values(shape: Shape) -> Callable[..., Any]:
-    """Compile ``values(part, values, block_bytes, table, tokens, sums)``: sums [rows, D] += part @ values.
+    """Compile ``add(part, values, block_bytes, table, tokens, sums, next_block)``: sums [rows, D] += part @ values.
 
     Only the first ``tokens`` tokens are read.
     """
@@ -187,12 +201,12 @@ def part_values(shape: Shape) -> Callable[..., Any]:
     )
 
     @njit(error_model="numpy")
-    def add_values(part, values, block_bytes, table, tokens, sums):  # type: ignore[no-untyped-def]
+    def add_values(part, values, block_bytes, table, tokens, sums, next_block):  # type: ignore[no-untyped-def]
         blocks = (tokens + size - 1) // size
-        numbers = array_at(table, blocks, np.int32)
+        numbers = array_at(table, np.int32)
         for block in range(blocks):
             value = values + numbers[block] * block_bytes
-            following = values + numbers[min(block + 1, blocks - 1)] * block_bytes
+            ahead = values + numbers[block + 1] * block_bytes if block + 1 < blocks else next_block
             live = min(size, tokens - block * size)
             for row in range(0, rows, tile_rows):
                 for column in range(0, head_size, width):
@@ -201,10 +215,10 @@ def part_values(shape: Shape) -> Callable[..., Any]:
                         value + number_bytes * column,
                         sums + 4 * (row * head_size + column),
                         live,
-                        following + number_bytes * column,
+                        ahead + number_bytes * column * live,
                     )
 
-    return add_values  # type: ignore[no-any-return]
+    return add_values
 
 
 @njit(error_model="numpy")
@@ -214,14 +228,14 @@ def maximum(numbers, count, least):  # type: ignore[no-untyped-def]
     Compared as integers that are ordered as the numbers are: unlike a maximum of floats, that becomes vector
     instructions without a promise that there is no NaN.
     """
-    array = floats_at(numbers, count)
+    array = floats_at(numbers)
     largest = _ordered(least)
     for i in range(count):
         largest = max(largest, _ordered(array[i]))
     return float_of(np.int32(largest ^ ((largest >> _SIGN) & _ALL_BUT_SIGN)))
 
 
-@njit(inline="always")
+@njit
 def _ordered(value):  # type: ignore[no-untyped-def]
     bits = bits_of(value)
     return np.int32(bits ^ ((bits >> _SIGN) & _ALL_BUT_SIGN))
@@ -230,7 +244,7 @@ def _ordered(value):  # type: ignore[no-untyped-def]
 @njit(fastmath=_SUMS, error_model="numpy")
 def exponentials(logits, count, largest):  # type: ignore[no-untyped-def]
     """Replace the ``count`` logits x at an address by 2**(x - largest), and return their sum."""
-    array = floats_at(logits, count)
+    array = floats_at(logits)
     total = np.float32(0)
     for i in range(count):
         value = exp2(array[i] - largest)
@@ -248,11 +262,11 @@ def add_mass(heads: int, stride: int) -> Callable[..., Any]:
 
     @njit(fastmath=_SUMS, error_model="numpy")
     def add(part, shares, mass, count):  # type: ignore[no-untyped-def]
-        exponential, share, sums = floats_at(part, heads * stride), floats_at(shares, heads), floats_at(mass, count)
+        exponential, share, sums = floats_at(part), floats_at(shares), floats_at(mass)
         for p in range(count):
             total = np.float32(0)
             for head in range(heads):
                 total += exponential[head * stride + p] * share[head]
             sums[p] += total
 
-    return add  # type: ignore[no-any-return]
+    return add

@@ -16,11 +16,12 @@ from vtoken.kernels.jit import carray, cgutils, intrinsic, ir, njit, types
 LANES = 8
 """Numbers in a vector."""
 
-_FLOAT, _INT = ir.FloatType(), ir.IntType(32)
+_FLOAT, _INT, _BYTE = ir.FloatType(), ir.IntType(32), ir.IntType(8)
 _FLOATS, _INTS = ir.VectorType(_FLOAT, LANES), ir.VectorType(_INT, LANES)
 _SHORTS = ir.VectorType(ir.IntType(16), LANES)
-_REGISTERS = 12
-"""Accumulators of a tile: with AVX2's 16 registers this leaves room for the operands."""
+_LINE = 64
+_REGISTERS = 16
+"""Vector registers of AVX2; there are 32 with AVX-512 and with NEON."""
 
 _FUSED = {"contract"}
 """A product and a sum may become one instruction; nothing is assumed about NaN, infinities or order."""
@@ -29,22 +30,29 @@ _FUSED = {"contract"}
 def tile_shape(rows: int, width: int) -> tuple[int, int]:
     """Rows and vectors of the tiles that cover ``rows`` (the last tile may reach beyond) by ``width`` numbers.
 
-    Enough accumulators that additions do not wait for each other, few enough that all stay in registers.
+    The more numbers a tile has, the less its additions wait for each other and the fewer numbers are loaded for each.
 
     Args:
         width: a multiple of 16.
     """
-    tiles = -(-rows * 2 // _REGISTERS)
-    tile_rows = -(-rows // tiles)
-    vectors = next(n for n in (8, 4, 2) if width % (n * LANES) == 0 and (n == 2 or n * tile_rows <= _REGISTERS))
-    return tile_rows, vectors
+
+    def fits(tile_rows: int, vectors: int) -> bool:
+        """The tile stays in registers, with what ``tile_product`` multiplies to get it."""
+        return tile_rows * vectors + min(tile_rows, vectors) + 1 <= _REGISTERS
+
+    most_rows = next(n for n in range(_REGISTERS, 0, -1) if fits(n, 2))
+    tile_rows = -(-rows // -(-rows // most_rows))
+    return tile_rows, next((n for n in (8, 4) if width % (n * LANES) == 0 and fits(tile_rows, n)), 2)
 
 
 @lru_cache
 def tile_product(
     rows: int, vectors: int, a_stride: int, b_stride: int, c_stride: int, narrow: bool, accumulate: bool
-) -> Callable[[int, int, int, int], None]:
-    """Compile ``product(a, b, c, n)``: c [rows, width] = a [rows, n] @ b [n, width], with width = 8 * vectors.
+) -> Callable[[int, int, int, int, int], None]:
+    """Compile ``product(a, b, c, n, ahead)``: c [rows, width] = a [rows, n] @ b [n, width], with width = 8 * vectors.
+
+    As many bytes as b has are meanwhile fetched from ``ahead`` into the cache: the blocks of a request lie anywhere,
+    and the processor, which fetches ahead what follows what is being read, would have to wait for each.
 
     Args:
         a_stride, b_stride, c_stride: numbers from one row to the next; rows are contiguous.
@@ -52,7 +60,7 @@ def tile_product(
         accumulate: add to what c holds instead of replacing it.
 
     Returns:
-        A function for compiled code; a, b and c are addresses.
+        A function for compiled code; a, b, c and ahead are addresses.
     """
     size = 2 if narrow else 4
 
@@ -60,7 +68,6 @@ def tile_product(
     def product(typing: Any, a: Any, b: Any, c: Any, n: Any, ahead: Any) -> Any:
         def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             a, b, c, n, ahead = arguments
-            fn = builder.module.declare_intrinsic("llvm.prefetch.p0", (), ir.FunctionType(ir.VoidType(), [ir.IntType(8).as_pointer(), ir.IntType(32), ir.IntType(32), ir.IntType(32)]))
             floats = _FLOAT.as_pointer()
 
             def at(base: Any, offset: Any, kind: Any) -> Any:
@@ -82,23 +89,38 @@ def tile_product(
             start_of_row = [builder.inttoptr(builder.add(a, number(4 * row * a_stride)), floats) for row in range(rows)]
             with cgutils.for_range(builder, n) as loop:
                 row_of_b = builder.mul(loop.index, number(size * b_stride))
-                for line in range(0, size * vectors * LANES, 64):
-                    i32 = ir.IntType(32)
-                    builder.call(fn, [at(ahead, builder.add(row_of_b, number(line)), ir.IntType(8)), ir.Constant(i32, 0), ir.Constant(i32, 3), ir.Constant(i32, 1)])
-                right = []
-                for vector in range(vectors):
+                bytes_ahead = builder.mul(loop.index, number(size * vectors * LANES))
+                for line in range(0, size * vectors * LANES, _LINE):
+                    _prefetch(builder, at(ahead, builder.add(bytes_ahead, number(line)), _BYTE))
+
+                def left(row: int) -> Any:
+                    return _broadcast(builder, builder.load(builder.gep(start_of_row[row], [loop.index]), align=4))
+
+                def right(vector: int) -> Any:
                     address = builder.add(row_of_b, number(size * vector * LANES))
-                    if narrow:
-                        bits = builder.zext(builder.load(at(b, address, _SHORTS), align=2), _INTS)
-                        right.append(builder.bitcast(builder.shl(bits, ir.Constant(_INTS, [16] * LANES)), _FLOATS))
-                    else:
-                        right.append(builder.load(at(b, address, _FLOATS), align=4))
-                for row in range(rows):
-                    left = _broadcast(builder, builder.load(builder.gep(start_of_row[row], [loop.index]), align=4))
+                    if not narrow:
+                        return builder.load(at(b, address, _FLOATS), align=4)
+                    bits = builder.zext(builder.load(at(b, address, _SHORTS), align=2), _INTS)
+                    return builder.bitcast(builder.shl(bits, ir.Constant(_INTS, [16] * LANES)), _FLOATS)
+
+                def add(row: int, vector: int, left: Any, right: Any) -> None:
+                    term = builder.fmul(left, right, flags=("contract",))
+                    total = builder.fadd(builder.load(tile[row][vector]), term, flags=("contract",))
+                    builder.store(total, tile[row][vector])
+
+                # The fewer of the two stay in registers, the others come one by one.
+                if rows < vectors:
+                    lefts = [left(row) for row in range(rows)]
                     for vector in range(vectors):
-                        total = builder.load(tile[row][vector])
-                        term = builder.fmul(left, right[vector], flags=("contract",))
-                        builder.store(builder.fadd(total, term, flags=("contract",)), tile[row][vector])
+                        one = right(vector)
+                        for row in range(rows):
+                            add(row, vector, lefts[row], one)
+                else:
+                    rights = [right(vector) for vector in range(vectors)]
+                    for row in range(rows):
+                        one = left(row)
+                        for vector in range(vectors):
+                            add(row, vector, one, rights[vector])
             for row in range(rows):
                 for vector in range(vectors):
                     builder.store(builder.load(tile[row][vector]), place(row, vector), align=4)
@@ -106,12 +128,19 @@ def tile_product(
 
         return types.void(types.int64, types.int64, types.int64, types.int64, types.int64), emit
 
-    return product  # type: ignore[no-any-return]
+    return product
 
 
 def _broadcast(builder: Any, value: Any) -> Any:
     lane = builder.insert_element(ir.Constant(_FLOATS, ir.Undefined), value, ir.Constant(_INT, 0))
     return builder.shuffle_vector(lane, lane, ir.Constant(_INTS, [0] * LANES))
+
+
+def _prefetch(builder: Any, address: Any) -> None:
+    kind = ir.FunctionType(ir.VoidType(), [_BYTE.as_pointer(), _INT, _INT, _INT])
+    prefetch = builder.module.declare_intrinsic("llvm.prefetch.p0", (), kind)
+    to_read, keep, data = (ir.Constant(_INT, n) for n in (0, 3, 1))
+    builder.call(prefetch, [address, to_read, keep, data])
 
 
 def _reinterpret(source: Any, target: Any) -> Any:
@@ -137,15 +166,16 @@ def _pointer(typing: Any, address: Any) -> Any:
     return types.voidptr(types.int64), emit
 
 
-@njit(inline="always")
-def array_at(address, count, dtype):  # type: ignore[no-untyped-def]
-    """Array [count] over memory at an address."""
-    return carray(_pointer(address), count, dtype)
+@njit
+def array_at(address, dtype):  # type: ignore[no-untyped-def]
+    """Array over memory at an address, of no particular length: what is read of it is the caller's business."""
+    return carray(_pointer(address), 2**40, dtype)
 
 
-@njit(inline="always")
-def floats_at(address, count):  # type: ignore[no-untyped-def]
-    return carray(_pointer(address), count, np.float32)
+@njit
+def floats_at(address):  # type: ignore[no-untyped-def]
+    """float32 array over memory at an address."""
+    return carray(_pointer(address), 2**40, np.float32)
 
 
 def record_of(integers: str, floats: str = "") -> np.dtype[Any]:
