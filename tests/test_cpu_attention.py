@@ -74,7 +74,7 @@ SEGMENTS = segments(
     # many queries of a long context, a few that keep apart, a prompt's beginning, one on its own, a part's boundary
     first=[0, 100, 40, 39, 120],
     count=[39, 5, 33, 1, 7],
-    context=[900, 290, 1, 7, 253],
+    context=[900, 290, 1, 7, 251],
     row=[7, 4, 5, 3, 6],
     offset=[3, 1000, 3000, 3100, 3200],
     stride=[0, 300, 0, 0, 0],

@@ -76,11 +76,24 @@ def test_questions_are_spread_over_the_prompts_that_are_short_enough(data: Path)
     assert spread("abc", 9) == spread("abc", None) == ["a", "b", "c"]
 
 
+def test_passages_of_plain_texts_are_spread_over_them_and_what_follows_is_scored(data: Path) -> None:
+    (data / "text").mkdir()
+    for name, length in (("long", 5000), ("tale", 2000), ("short", 100)):
+        (data / "text" / f"{name}.txt").write_text("".join(chr(97 + n % 26) for n in range(length)))
+    loaded, _ = load_questions(TOKENIZER, Wishes(needles=0, documents=0, passages=7, max_prompt=500, data=data))
+    assert [q.question_id for q in loaded] == ["long-0", "long-1", "tale-0", "tale-1", "tale-2"]
+    room = 5000 - 500 - 64
+    for question, start in zip(loaded, (0, room // 2), strict=False):
+        assert (len(question.prompt_token_ids), len(question.forced), question.free) == (499, 65, 0)
+        assert text(question.prompt_token_ids)[0] == chr(97 + start % 26)
+        assert text(question.forced)[0] == chr(97 + (start + 499) % 26)
+
+
 @pytest.mark.parametrize(
     ("wishes", "sentence"),
     [
         ({"max_prompt": 99}, "--max-prompt 99 leaves none of the 6 prompts in .*needle.jsonl; raise it"),
-        ({"needles": 0, "documents": 0}, "leave nothing to ask"),
+        ({"needles": 0, "documents": 0, "passages": 0}, "leave nothing to ask"),
         ({"data": Path("/no/such/folder")}, "--data = /no/such/folder is no directory; name the one that holds"),
     ],
 )

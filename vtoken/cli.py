@@ -83,6 +83,7 @@ def quality(
     ] = "0.25,0.5",
     needles: Annotated[int | None, typer.Option(min=0, help="Hidden numbers to ask for; else all.")] = None,
     documents: Annotated[int | None, typer.Option(min=0, help="References to score; else all.")] = None,
+    passages: Annotated[int, typer.Option(min=0, help="Passages of plain texts whose continuation is scored.")] = 6,
     max_prompt: Annotated[int, typer.Option(min=1, help="Only prompts of at most so many tokens.")] = 2500,
     data: Annotated[
         Path | None,
@@ -98,7 +99,7 @@ def quality(
     from vtoken.evaluation.questions import Wishes
 
     with _failures():
-        _quality(settings, policies, budgets, Wishes(needles, documents, max_prompt, data), model, json_file)
+        _quality(settings, policies, budgets, Wishes(needles, documents, passages, max_prompt, data), model, json_file)
 
 
 def _demo(settings: dict[str, Any], options: Any, model: Path | None, json_file: Path | None, repeat: int) -> int:

@@ -15,6 +15,7 @@ NEEDLE_FILE = "needle.jsonl"
 DOCUMENT_FILE = "long.jsonl"
 LIBRARY_DOCUMENTS = 8
 CONTINUATION_TOKENS = 64
+PASSAGE_TOKENS = 1024
 
 Item = TypeVar("Item")
 
@@ -56,6 +57,7 @@ class Wishes:
 
     needles: int | None = None
     documents: int | None = None
+    passages: int = 6
     max_prompt: int = 2500
     data: Path | None = None
 
@@ -63,20 +65,21 @@ class Wishes:
 def load_questions(tokenizer: Any, wishes: Wishes) -> tuple[list[Question], str]:
     """The questions and a note that says where they come from.
 
-    They come from ``needle.jsonl`` and ``long.jsonl`` in the data directory (see ``data_directory``), and without one
-    from the text of Python's own library.
+    They come from ``needle.jsonl``, ``long.jsonl`` and ``text/*.txt`` in the data directory (see ``data_directory``),
+    and without one from the text of Python's own library.
 
     Raises:
         ValueError: one sentence, for data that is missing or damaged, or has no prompt that is short enough.
     """
-    if wishes.needles == wishes.documents == 0:
-        raise ValueError("--needles 0 and --documents 0 leave nothing to ask; raise one of them.")
+    if wishes.needles == wishes.documents == wishes.passages == 0:
+        raise ValueError("--needles 0, --documents 0 and --passages 0 leave nothing to ask; raise one of them.")
     directory = data_directory(wishes.data)
     if directory is None:
         return _from_library(tokenizer, wishes), "questions from the text of Python's library"
     needles = _from_file(directory / NEEDLE_FILE, _needle, tokenizer, wishes.needles, wishes.max_prompt)
     documents = _from_file(directory / DOCUMENT_FILE, _document, tokenizer, wishes.documents, wishes.max_prompt)
-    return needles + documents, f"questions from {directory}"
+    texts = _from_texts(directory / "text", tokenizer, wishes.passages, min(wishes.max_prompt, PASSAGE_TOKENS))
+    return needles + documents + texts, f"questions from {directory}"
 
 
 def data_directory(given: Path | None = None) -> Path | None:
@@ -128,6 +131,20 @@ def _from_file(
     if not short:
         raise ValueError(f"--max-prompt {max_prompt} leaves none of the {len(questions)} prompts in {path}; raise it.")
     return spread(short, count)
+
+
+def _from_texts(directory: Path, tokenizer: Any, count: int, length: int) -> list[Question]:
+    """``count`` passages of ``length`` tokens, evenly over all plain texts; what follows each one is scored."""
+    paths = sorted(directory.glob("*.txt"))
+    questions = []
+    for number, path in enumerate(paths):
+        tokens = encode(tokenizer, path.read_text(encoding="utf-8"))
+        share = (number + 1) * count // len(paths) - number * count // len(paths)
+        room = len(tokens) - length - CONTINUATION_TOKENS
+        for part in range(share if room > 0 else 0):
+            text = tokens[part * room // share :][: length + CONTINUATION_TOKENS]
+            questions.append(Question(f"{path.stem}-{part}", text[: length - 1], text[length - 1 :]))
+    return questions
 
 
 def _needle(record: dict[str, Any], tokenizer: Any) -> Question:
