@@ -177,6 +177,14 @@ class TestDecodeAttention:
         output, _ = decode(p)
         assert torch.equal(output, expected)
 
+    def test_heads_that_are_not_contiguous(self) -> None:
+        p = problem(SHAPES[0])
+        expected, _ = decode(p)
+        p.query = p.query.transpose(1, 2).contiguous().transpose(1, 2)  # and so the output, made like it
+        assert p.query.stride(2) == 9
+        output, _ = decode(p)
+        assert output.stride(2) == 9 and torch.equal(output, expected)
+
     def test_mass_is_added(self) -> None:
         p = problem(SHAPES[0])
         _, once = decode(p)

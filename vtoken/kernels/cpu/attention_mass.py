@@ -22,6 +22,7 @@ from vtoken.kernels.cpu.parts import (
     align,
     check_mass,
     exponentials,
+    float_rows,
     load_queries,
     maximum,
     part_logits,
@@ -218,7 +219,7 @@ class AttentionMass:
             block_table: [R, W], int32.
             segments: which queries to look at, and where their mass goes.
         """
-        table = np.asarray(block_table)
+        table = np.asarray(block_table, dtype=np.int32)
         tiles, lane_tiles = _divide(segments, self._heads, self.lanes, self._per_tile, self._shape)
         positions = int((segments.context + segments.count - 1).max(initial=0))
         places = _Scratch(self._shape)
@@ -239,7 +240,7 @@ class AttentionMass:
         """Look at one layer's queries, with the arguments of ``attention_mass_reference``.
 
         Args:
-            query: [T, Hq, D], of any strides as long as the numbers of a head are contiguous.
+            query: [T, Hq, D]; not copied if float32 with the numbers of a head contiguous.
             mass: float32 [lanes or more, N], the numbers of a lane contiguous.
 
         Raises:
@@ -253,7 +254,7 @@ class AttentionMass:
         check_mass(mass, self.lanes, self._mass_end)
         if not self._planned:
             return
-        queries = query.float()
+        queries = float_rows(query)
         row, head, _ = queries.stride()
         self._layer[:] = (
             *(queries.data_ptr(), 4 * row, 4 * head),

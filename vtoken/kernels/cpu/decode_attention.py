@@ -24,6 +24,7 @@ from vtoken.kernels.cpu.parts import (
     align,
     check_mass,
     exponentials,
+    float_rows,
     load_queries,
     maximum,
     part_logits,
@@ -236,7 +237,7 @@ class DecodeAttention:
             mass_offsets: where each request's position 0 lies in ``mass``, [R]; None if no mass is wanted.
         """
         lengths = np.asarray(lengths, dtype=np.int64)
-        table = np.asarray(block_table)
+        table = np.asarray(block_table, dtype=np.int32)
         plan = divide(lengths, self._heads, self.lanes, self._shape.block_size, self._shape.blocks_per_part)
         scratch_lane = self._places.parts + plan.parts * self._places.part
         if self._scratch.numel() < self.lanes * scratch_lane:
@@ -265,7 +266,7 @@ class DecodeAttention:
         """Attend, with the arguments of ``decode_attention_reference``; ``mass`` may be None.
 
         Args:
-            query, output: [R, Hq, D], of any strides as long as the numbers of a head are contiguous.
+            query, output: [R, Hq, D]; not copied if float32 with the numbers of a head contiguous.
             mass: float32 [lanes or more, N], the numbers of a lane contiguous.
 
         Raises:
@@ -281,8 +282,9 @@ class DecodeAttention:
             check_mass(mass, self.lanes, self._mass_end)
         if not self._planned:
             return
-        queries = query.float()
-        target = output if output.dtype == torch.float32 else torch.empty(output.shape)
+        queries = float_rows(query)
+        as_is = output.dtype == torch.float32 and output.stride(2) == 1
+        target = output if as_is else torch.empty(output.shape)
         (query_row, query_head, _), (output_row, output_head, _) = queries.stride(), target.stride()
         self._layer[:] = (
             *(queries.data_ptr(), 4 * query_row, 4 * query_head),

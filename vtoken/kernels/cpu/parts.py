@@ -105,6 +105,12 @@ def _view(name: str, cache: Tensor, inner: tuple[int, int]) -> CacheView:
     return CacheView(cache.data_ptr(), block * bytes_per, head * bytes_per)
 
 
+def float_rows(query: Tensor) -> Tensor:
+    """The same numbers as float32 with contiguous heads: the tensor itself if it is like that."""
+    query = query.float()
+    return query if query.stride(-1) == 1 else query.contiguous()
+
+
 def check_mass(mass: Tensor, lanes: int, end: int) -> None:
     """Check that there is room in ``mass``, [lanes, N], for N = ``end`` numbers in each lane.
 
