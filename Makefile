@@ -3,6 +3,7 @@
 
 PYTHON ?= python3
 ARGS ?=
+BENCH ?= hook_cost attention_speed policy_cost
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -18,7 +19,7 @@ help:
 	@echo 'make demo ARGS="..."  the same work under native vLLM and under vtoken, compared'
 	@echo 'make test ARGS="..."  run the tests'
 	@echo 'make lint             ruff and mypy'
-	@echo 'make bench            the share of a decode step that the hooks take'
+	@echo 'make bench            what hooks, attention with scores, and h2o cost (BENCH=hook_cost for one of them)'
 	@echo 'PYTHON=python3.12     after any of these: make .venv with that interpreter (3.11 to 3.14)'
 
 setup: $(STAMP)
@@ -47,7 +48,7 @@ test: setup
 	@$(BIN)/python -m pytest $(ARGS)
 
 bench: setup
-	@VLLM_LOGGING_LEVEL=ERROR $(BIN)/python benchmarks/hook_cost.py $(ARGS)
+	@for name in $(BENCH); do VLLM_LOGGING_LEVEL=ERROR $(BIN)/python benchmarks/$$name.py $(ARGS) || exit 1; done
 
 lint: setup
 	$(BIN)/ruff check $(LINTED)

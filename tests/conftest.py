@@ -35,7 +35,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
     @functools.cache
     def make(name: str) -> Path:
-        return tiny_model(tmp_path_factory.mktemp(name), name.split("-", maxsplit=1)[0], num_heads=4, num_kv_heads=heads[name])
+        return tiny_model(
+            tmp_path_factory.mktemp(name), name.split("-", maxsplit=1)[0], num_heads=4, num_kv_heads=heads[name]
+        )
 
     return make
 

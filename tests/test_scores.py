@@ -90,7 +90,7 @@ class Driver:
             self.observer,
             lambda slots: (slots % 97).astype(np.float32),
         )
-        self.worker._policy = self.worker._scores._policy = self.policy
+        self.worker._scores._policy = self.policy
         self.worker._scores._needs, self.worker._scores._remembers = needs, needs != Needs()
         self.observer.worker = self.worker
         self.computed: dict[str, int] = {}
@@ -261,6 +261,19 @@ class TestWhatThePolicySees:
         np.testing.assert_allclose(shown[1], shown[0], rtol=1e-5)
         np.testing.assert_allclose(shown[2], shown[0], rtol=1e-5)
 
+    def test_nor_with_one_query_at_a_time(self) -> None:
+        """A token of the same forward that comes after the query has seen nothing of it."""
+        states = []
+        for parts in ((40,), (13, 20, 7), (36, 1, 1, 1, 1)):
+            driver = Driver(Needs(prompt_queries=8, each_query=True))
+            object.__setattr__(driver.policy, "observe", lambda seen: seen.state + 1 + (seen.mass < 0.1))
+            driver.add(40, budget=20)
+            for part in parts:
+                driver.step(part)
+            states.append(driver.policy.shown[0].state.tolist())
+        assert states[0] == states[1] == states[2]
+        assert states[0][-1] in (1, 2) and min(states[0][:32]) >= 8
+
     def test_each_part_of_a_prompt_that_is_reduced_in_chunks_is_shown_alone(self) -> None:
         driver = Driver(ALL_QUERIES, prefill_evict="chunked", prefill_chunk=16)
         driver.add(40, budget=20)
@@ -324,6 +337,44 @@ class TestRefusals:
         assert list(driver.errors) == ["r1"]
 
 
+class TestWhatAPolicyReturns:
+    @pytest.mark.parametrize(
+        "returned, sentence",
+        [
+            (
+                lambda batch: batch.state[:-1],
+                r"returned float32 of shape \[39\]; return one real number per token, shape \[40\]",
+            ),
+            (lambda batch: batch.state[:, None], r"of shape \[40, 1\]"),
+            (lambda batch: 1.0, r"of shape \[\]"),
+            (lambda batch: None, r"returned object of shape \[\]"),
+            (lambda batch: batch.state + 1j, "returned complex64"),
+            (lambda batch: batch.state * np.nan, "returned NaN or infinity"),
+        ],
+        ids=["short", "column", "scalar", "none", "complex", "nan"],
+    )
+    @pytest.mark.parametrize("method", ["observe", "priority"])
+    def test_is_refused_before_it_reaches_the_table(self, method: str, returned: Any, sentence: str) -> None:
+        driver = Driver(ALL_QUERIES)
+        object.__setattr__(driver.policy, method, returned)
+        driver.add(40, budget=20)
+        with pytest.raises(ValueError, match=rf"^vtoken: Recorder\.{method} .*{sentence}"):
+            driver.step()
+        assert driver.worker.table.num_live[0] == 40
+
+    def test_what_it_is_shown_cannot_be_written_to(self) -> None:
+        driver = Driver(ALL_QUERIES)
+
+        def sorts(batch: PolicyBatch) -> Any:
+            batch.tokens.sort()
+            return batch.tokens
+
+        object.__setattr__(driver.policy, "priority", sorts)
+        driver.add(40, budget=20)
+        with pytest.raises(ValueError, match="read-only"):
+            driver.step()
+
+
 class TestRanks:
     """Two ranks with half of the heads each; this one sees less of the attention than the other."""
 
@@ -357,7 +408,9 @@ class TestGrace:
     def test_generated_tokens_are_spared_for_so_many_forwards(self) -> None:
         """With the newest evicted first, a generated token dies exactly when its grace is over."""
         driver = Driver(Needs(), sinks=2, recent=4, grace=10, record_trace=True)
-        driver.policy = driver.worker._policy = type("Newest", (), {"priority": lambda self, batch: -batch.tokens})()
+        driver.policy = driver.worker._scores._policy = type(
+            "Newest", (), {"priority": lambda self, batch: -batch.tokens}
+        )()
         driver.add(60, budget=20)
         for _ in range(25):
             driver.step()

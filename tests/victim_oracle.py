@@ -107,7 +107,7 @@ def _near(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _queries(settings: Settings, n: int, window: int) -> Iterator[tuple[int, bool]]:
-    """The observed queries up to length n, in order: the last ``window`` of each part of a prompt, and all later ones."""
+    """The observed queries up to length n: the last ``window`` of each part of a prompt, and all later ones."""
     start = 0
     for end in settings.parts:
         for q in range(max(start, end - window), min(end, n)):

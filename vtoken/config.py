@@ -95,7 +95,7 @@ class VTokenConfig(_Options):
         le=MOST_TOKENS,
         description="Observe attention in every so many decode steps: 1 is exact, more is cheaper.",
     )
-    score_layers: list[Annotated[int, Field(ge=0)]] | None = Field(
+    score_layers: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | None = Field(
         None, description="Layers whose attention counts, by index; else all of them."
     )
     reclaim: Literal["fill"] = Field(
@@ -160,5 +160,6 @@ def check_budget_floor(budget: int, config: VTokenConfig) -> None:
         newest = "grace" if config.grace > config.recent else "recent"
         raise ValueError(
             f"option 'budget' = {budget} is below sinks + {newest} + interval = {config.sinks} + "
-            f"{getattr(config, newest)} + {config.interval} = {config.protected}, raise the budget or protect fewer tokens"
+            f"{getattr(config, newest)} + {config.interval} = {config.protected}, raise the budget or protect fewer "
+            "tokens"
         )

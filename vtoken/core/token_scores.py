@@ -32,7 +32,11 @@ class TokenScores:
 
     def start(self, row: int, prompt_hash: int) -> None:
         """A request has taken this row."""
-        self._grow()
+        rows = self._table.logical_at.shape[0]
+        if len(self.prompt_hash) != rows:
+            self.pending_queries, self.prompt_hash = (
+                np.resize(a, rows) for a in (self.pending_queries, self.prompt_hash)
+            )
         self.pending_queries[row] = 0
         self.prompt_hash[row] = prompt_hash
 
@@ -48,8 +52,6 @@ class TokenScores:
             return
         for name in ("state", "key_norm", "pending"):
             setattr(self, name, _grown(getattr(self, name), shape))
-        for name in ("pending_queries", "prompt_hash"):
-            setattr(self, name, np.resize(getattr(self, name), shape[0]))
 
 
 def _grown(array: Floats, shape: tuple[int, ...]) -> Floats:

@@ -44,16 +44,24 @@ def load_policy(config: VTokenConfig) -> Policy:
     """
     policy_class = _own_class(config.policy) if ":" in config.policy else _built_in(config.policy)
     policy = _instance(policy_class, config)
-    if policy.needs.attention and policy_class.observe is Policy.observe:
+    try:
+        needs = policy.needs
+    except ValueError as error:
+        raise ValueError(f"vtoken: what policy '{config.policy}' needs is refused: {error}.") from None
+    if not isinstance(needs, Needs):
+        raise ValueError(
+            f"vtoken: 'needs' of policy '{config.policy}' is {needs!r}; return vtoken.policies.Needs(...)."
+        )
+    if needs.attention and policy_class.observe is Policy.observe:
         raise ValueError(f"vtoken: policy '{config.policy}' asks for attention; give its class a method 'observe'.")
     try:
         policy.check(config)
     except ValueError as error:
         raise ValueError(f"vtoken: {error}.") from None
-    if policy.needs.decode_queries and max(config.recent, config.grace) < config.score_interval - 1:
+    if needs.decode_queries and max(config.recent, config.grace) < config.score_interval - 1:
         raise ValueError(
-            f"vtoken: option 'score_interval' = {config.score_interval} is refused: a new token could be evicted before "
-            f"any query was observed for it; set recent to at least {config.score_interval - 1}."
+            f"vtoken: option 'score_interval' = {config.score_interval} is refused: a new token could be evicted "
+            f"before any query was observed for it; set recent to at least {config.score_interval - 1}."
         )
     return policy
 
@@ -91,7 +99,7 @@ def _own_class(name: str) -> type[Policy]:
         raise ValueError(f"vtoken: policy '{name}' is no policy; derive it from vtoken.policies.Policy.")
     if inspect.isabstract(found):
         raise ValueError(f"vtoken: policy '{name}' says nothing about priorities; give its class a method 'priority'.")
-    if not hasattr(found, "__dataclass_fields__"):
+    if "__dataclass_fields__" not in vars(found):
         raise ValueError(f"vtoken: policy '{name}' is no dataclass; put @dataclass(frozen=True) above its class.")
     return found
 

@@ -12,6 +12,9 @@ from typing import Any
 ALL = 2**31 - 1
 """As ``Needs.prompt_queries``: every query of the prompt."""
 
+MOST_SINGLE_QUERIES = 1024
+"""Queries of a prompt that can be shown one by one: each takes a row of masses as long as the prompt."""
+
 
 @dataclass(frozen=True)
 class Needs:
@@ -21,7 +24,7 @@ class Needs:
         prompt_queries: how many of the last queries before the prompt is reduced are observed; ``ALL`` for every one.
         decode_queries: whether the queries of decode steps are observed, every ``score_interval``-th one.
         each_query: ``observe`` is called once per prompt query, in order, instead of once with their sum.
-            The runtime then keeps one row of masses per query, so ``prompt_queries`` must be a small number.
+            The runtime then keeps one row of masses per query, so ``prompt_queries`` is limited.
         query_decay: in a sum over queries, the weight of a query relative to the one after it.
         key_norms: fill in ``PolicyBatch.key_norm``.
     """
@@ -31,6 +34,14 @@ class Needs:
     each_query: bool = False
     query_decay: float = 1.0
     key_norms: bool = False
+
+    def __post_init__(self) -> None:
+        if type(self.prompt_queries) is not int or self.prompt_queries < 0:
+            raise ValueError("prompt_queries must be a count of queries, or ALL")
+        if self.each_query and self.prompt_queries > MOST_SINGLE_QUERIES:
+            raise ValueError(f"with each_query, prompt_queries must be at most {MOST_SINGLE_QUERIES}")
+        if not 0 < self.query_decay <= 1:
+            raise ValueError("query_decay must lie in (0, 1]")
 
     @property
     def attention(self) -> bool:

@@ -66,7 +66,7 @@ class SnapKV(Policy):
         single = xp.where(before_window, seen.mass, 0)[order]
         pooled = single + 0
         combine = xp.add if self.pooling == "avg" else xp.maximum
-        for shift in range(1, self.kernel_size // 2 + 1):
+        for shift in range(1, min(self.kernel_size // 2 + 1, len(single))):
             neighbours = request[shift:] == request[:-shift]
             pooled[shift:] = combine(pooled[shift:], neighbours * single[:-shift])
             pooled[:-shift] = combine(pooled[:-shift], neighbours * single[shift:])

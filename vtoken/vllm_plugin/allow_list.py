@@ -133,6 +133,23 @@ def check_supported(vllm_config: Any, config: VTokenConfig) -> None:
                 "or set vtoken's option allow_unverified=True to try it."
             )
     _check_pool(vllm_config, config)
+    _check_sizes(vllm_config, config)
+
+
+def _check_sizes(vllm_config: Any, config: VTokenConfig) -> None:
+    """Settings that only make sense for some models."""
+    longest = vllm_config.model_config.max_model_len
+    if config.protected > longest:
+        raise ValueError(
+            f"vtoken: the options protect {config.protected} tokens of each request, so with max_model_len={longest} "
+            "nothing would ever be evicted; lower recent, grace or sinks."
+        )
+    layers = vllm_config.model_config.hf_text_config.num_hidden_layers
+    if config.score_layers and max(config.score_layers) >= layers:
+        raise ValueError(
+            f"vtoken: option 'score_layers' = {config.score_layers} must name some of the model's layers, which are 0 "
+            f"to {layers - 1}."
+        )
 
 
 def _check_pool(vllm_config: Any, config: VTokenConfig) -> None:

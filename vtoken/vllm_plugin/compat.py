@@ -288,11 +288,6 @@ def _observe(
 ) -> AttentionObserver:
     """Lay an observer over the layers whose attention counts, or refuse with ValueError in one sentence."""
     chosen = list(range(len(layers))) if config.score_layers is None else sorted(set(config.score_layers))
-    if chosen[-1:] >= [len(layers)] or not chosen:
-        raise ValueError(
-            f"vtoken: option 'score_layers' = {config.score_layers} must name some of the model's layers, "
-            f"which are 0 to {len(layers) - 1}."
-        )
     observed = [layers[n] for n in chosen]
     impl = observed[0].impl
     if type(impl).__name__ != "CPUAttentionBackendImpl" or impl.logits_soft_cap or impl.sinks is not None:

@@ -2,8 +2,8 @@
 
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, fields
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +41,18 @@ def score_bytes(needs: Needs, lanes: int) -> int:
         return 4 if needs.key_norms else 0
     lines = needs.prompt_queries if needs.each_query else 1
     return 4 * (3 + lanes * max(lines, 1))
+
+
+Shown = TypeVar("Shown", bound=PolicyBatch)
+
+
+def _read_only(batch: Shown) -> Shown:
+    """A policy that writes into what it is shown would change the runtime's own arrays."""
+    for field in fields(batch):
+        value = getattr(batch, field.name)
+        if isinstance(value, np.ndarray):
+            value.flags.writeable = False
+    return batch
 
 
 @dataclass(frozen=True)
@@ -112,7 +124,8 @@ class ScoreKeeper:
 
     def absorb_keys(self, rows: Ints, tokens: Ints, slots: Ints) -> None:
         """The forward has written these tokens' keys, shape [N] each."""
-        if self._key_norms is not None and len(slots):
+        if self._needs.key_norms and len(slots):
+            assert self._key_norms is not None
             self._scores.key_norm[rows, tokens] = self._ranks.sum(self._key_norms(slots))
 
     def absorb_attention(self) -> Ints:
@@ -135,8 +148,18 @@ class ScoreKeeper:
             self._show(watched.rows[some], line, np.ones_like(some), later, ~watched.decodes[some])
         return np.unique(np.concatenate(wrong))
 
-    def batch(self, rows: Ints) -> PolicyBatch:
-        """The live tokens of requests that have no holes, as a policy is shown them."""
+    def priorities(self, rows: Ints) -> tuple[PolicyBatch, NDArray[np.floating] | Ints]:
+        """The live tokens of requests that have no holes, and the priority of each.
+
+        Raises:
+            ValueError: one sentence, for a policy that does not return one number per token.
+        """
+        batch = _read_only(self._batch(rows))
+        priority = np.asarray(self._policy.priority(batch))
+        self._require(priority, len(batch.tokens), "priority")
+        return batch, priority
+
+    def _batch(self, rows: Ints) -> PolicyBatch:
         owner, tokens, live = self._live(rows)
         return PolicyBatch(
             np,
@@ -191,7 +214,23 @@ class ScoreKeeper:
             attended=live - later,
             of_prompt=of_prompt,
         )
-        self._scores.state[owner, tokens] = self._policy.observe(seen)
+        state = np.asarray(self._policy.observe(_read_only(seen)))
+        self._require(state, len(tokens), "observe")
+        # A token that comes after the query has seen nothing of it, whether or not it is in the same forward.
+        self._scores.state[owner, tokens] = np.where(tokens <= np.repeat(seen.position, live), state, seen.state)
+
+    def _require(self, values: NDArray[Any], tokens: int, method: str) -> None:
+        """Whatever else a policy returned would end up in the table, or as an error far from its cause."""
+        name = type(self._policy).__name__
+        if values.shape != (tokens,) or values.dtype.kind not in "fiub":
+            raise ValueError(
+                f"vtoken: {name}.{method} returned {values.dtype} of shape {list(values.shape)}; return one real "
+                f"number per token, shape [{tokens}]."
+            )
+        if np.isnan(values).any() or (method == "observe" and not np.isfinite(values).all()):
+            raise ValueError(
+                f"vtoken: {name}.{method} returned NaN or infinity; return numbers that can be compared and kept."
+            )
 
     def _blank_wrong(self, rows: Ints, mass: Floats, count: Ints) -> Ints:
         """Set to zero what is not the mass of ``count`` queries, and return the rows; written so that NaN is wrong."""

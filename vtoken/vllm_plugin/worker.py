@@ -59,8 +59,7 @@ class EvictionWorker:
     ) -> None:
         self.table = TokenTable(block_size)
         self._config = config
-        self._policy = load_policy(config)
-        self._scores = ScoreKeeper(self.table, self._policy, config.score_interval, observer, key_norms, ranks)
+        self._scores = ScoreKeeper(self.table, load_policy(config), config.score_interval, observer, key_norms, ranks)
         self._ranks = ranks or Ranks()
         self._reclamation = FillReclamation(self.table)
         self._relocate = relocate
@@ -182,15 +181,16 @@ class EvictionWorker:
         req_id = self._plan.req_ids[int(np.flatnonzero(self._rows == row)[0])]
         self._report.errors[req_id] = (
             f"vtoken: the attention of request {req_id} does not sum to one per head and layer, so the model's "
-            "numbers are out of range; use a dtype with a larger range."
+            "numbers are not finite; use a dtype with a larger range."
         )
 
     def _choose_victims(self, dying: Ints) -> Ints:
         """Logical ids to evict, request by request, in the order of ``dying`` (indices into the plan)."""
         assert self._plan is not None
-        counts, batch = self._plan.counts, self._scores.batch(self._rows[dying])
+        counts = self._plan.counts
+        batch, priority = self._scores.priorities(self._rows[dying])
         victims = select_victims(
-            self._policy.priority(batch),
+            priority,
             batch.tokens,
             batch.counts,
             batch.length,

@@ -44,7 +44,7 @@ class AttentionObserver:
         self._decode = DecodeAttention(key_cache, value_cache, num_query_heads)
         self._several = AttentionMass(key_cache, num_query_heads)
         self._queries: ObservedQueries | None = None
-        self._mass = torch.empty(0)
+        self._mass = self._total = torch.empty(0)
         self._lone_rows: Ints = np.empty(0, dtype=np.int64)
         self._several_seen = False
 
@@ -66,6 +66,7 @@ class AttentionObserver:
         sizes = queries.attended * (queries.count if self._each_query else 1)
         offsets = offsets_of(sizes)
         self._mass = torch.zeros(self._decode.lanes, int(offsets[-1]))
+        self._total = torch.zeros_like(self._mass, dtype=torch.float64)
         lone = np.flatnonzero(queries.count == 1)
         lone = lone[np.argsort(queries.first[lone])]  # in the batch's order, to take its queries without a copy
         self._lone_rows = queries.first[lone]
@@ -92,11 +93,14 @@ class AttentionObserver:
             self._attend_lone(query, key_cache, value_cache, output)
         if self._several_seen:
             self._several(query, key_cache, self._scale, self._decay, self._mass)
+            # Thousands of queries times all heads and layers, added one by one in float32, lose a thousandth.
+            self._total += self._mass
+            self._mass.zero_()
 
     def take(self) -> Floats:
         """The masses of the forward that has just ended, over all observed layers; see ``begin`` for the order."""
         self._queries = None
-        return self._mass.sum(dim=0).numpy()
+        return (self._total + self._mass).sum(dim=0).float().numpy()
 
     def _attend_lone(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, output: Tensor) -> None:
         rows = self._lone_rows

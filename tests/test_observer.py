@@ -1,0 +1,64 @@
+"""The observer on the CPU: many queries, layers and heads in one sum."""
+
+import numpy as np
+import pytest
+import torch
+
+from vtoken.core.observed import ObservedQueries
+from vtoken.kernels.cpu.observer import AttentionObserver
+from vtoken.kernels.layout import vec_views
+
+S, D, HEADS, QUERY_HEADS = 32, 32, 1, 8
+
+
+def ints(*values: int) -> np.ndarray:
+    return np.array(values, dtype=np.int64)
+
+
+def observer_over(tokens: int, layers: int, sink: float) -> tuple[AttentionObserver, torch.Tensor, torch.Tensor]:
+    """A cache in which every query gives most of its attention to token 0, and queries for it."""
+    blocks = tokens // S
+    cache = 0.1 * torch.randn(blocks, HEADS, S, 2 * D)
+    keys, _ = vec_views(cache)
+    keys[0, 0, :, 0] = sink
+    query = torch.rand(tokens, QUERY_HEADS, D) + 0.5
+    observer = AttentionObserver(*vec_views(cache), QUERY_HEADS, layers, 1.0)
+    return observer, cache, query
+
+
+@pytest.mark.parametrize("sink", [0.0, 8.0, 20.0])
+def test_a_sum_over_thousands_of_queries_and_all_layers_is_exact(sink: float) -> None:
+    """Added one by one in float32, such a sum is off by more than the tolerance of 1e-3."""
+    tokens, layers = 4096, 64
+    observer, cache, query = observer_over(tokens, layers, sink)
+    queries = ObservedQueries(ints(0), ints(0), ints(tokens), ints(tokens), whole=True)
+    observer.begin(queries, np.arange(tokens // S, dtype=np.int32)[None])
+    assert observer.active and not observer.replaces_backend
+    output = torch.empty_like(query)
+    for _ in range(layers):
+        observer.attend(query, *vec_views(cache), output)
+    mass = observer.take()
+    assert not observer.active
+    assert mass.dtype == np.float32
+    assert mass.sum(dtype=np.float64) == pytest.approx(observer.heads * tokens, rel=1e-4)
+
+
+def test_single_queries_replace_the_backend_and_others_do_not_touch_the_output() -> None:
+    observer, cache, query = observer_over(128, 1, 1.0)
+    table = np.array([[0, 1, 9], [2, 3, 9]], dtype=np.int32)
+    lone = ObservedQueries(ints(1, 0), ints(1, 0), ints(1, 1), ints(40, 33), whole=True)
+    observer.begin(lone, table)
+    assert observer.replaces_backend
+    output = torch.full((3, QUERY_HEADS, D), 7.0)
+    observer.attend(query[:3], *vec_views(cache), output)
+    assert (output[2] == 7).all() and not (output[:2] == 7).any()
+    mass = observer.take()
+    assert mass[:40].sum() == pytest.approx(QUERY_HEADS, rel=1e-5)  # in the order asked, not in the batch's
+    assert mass[40:].sum() == pytest.approx(QUERY_HEADS, rel=1e-5) and len(mass) == 73
+
+    observer.begin(ObservedQueries(ints(0), ints(1), ints(2), ints(30), whole=False), table)
+    assert not observer.replaces_backend
+    output.fill_(7)
+    observer.attend(query[:3], *vec_views(cache), output)
+    assert (output == 7).all()
+    assert observer.take().sum() == pytest.approx(2 * QUERY_HEADS, rel=1e-5)
