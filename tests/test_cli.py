@@ -253,7 +253,7 @@ def test_quality_hands_its_options_on(stubbed_quality: dict[str, Any], tmp_path:
     options = "--policies none,h2o,tova --budgets 0.25,512 --needles 3 --documents 0 --max-prompt 900 --sinks 5"
     result = invoke("quality", "--model", str(tmp_path), "--json", str(report), "--data", "d", *options.split())
     assert result.exit_code == 0, result.output
-    assert stubbed_quality["wishes"] == Wishes(3, 0, 900, Path("d"))
+    assert stubbed_quality["wishes"] == Wishes(3, 0, 6, 900, Path("d"))
     assert stubbed_quality["configs"] == [
         VTokenConfig(policy=policy, budget=budget, sinks=5) for policy in ("h2o", "tova") for budget in (0.25, 512)
     ]
@@ -267,7 +267,7 @@ def test_quality_takes_every_policy_unless_told(stubbed_quality: dict[str, Any],
     assert invoke("quality", "--model", str(tmp_path)).exit_code == 0
     settings = [(config.policy, config.budget) for config in stubbed_quality["configs"]]
     assert settings == [(policy, budget) for policy in POLICIES for budget in (0.25, 0.5)]
-    assert stubbed_quality["wishes"] == Wishes(None, None, 2500, None)
+    assert stubbed_quality["wishes"] == Wishes(None, None, 6, 2500, None)
 
 
 def test_quality_of_native_vllm_alone(stubbed_quality: dict[str, Any], tmp_path: Path) -> None:

@@ -76,6 +76,10 @@ BAD_OPTIONS = [
         {"score_layers": [-1]},
         "vtoken: option 'score_layers' = -1 is refused: input should be greater than or equal to 0.",
     ),
+    (
+        {"score_layers": []},
+        "vtoken: option 'score_layers' = [] is refused: name at least one layer, or leave it out for all.",
+    ),
     ({"policy_options": 3}, "vtoken: option 'policy_options' = 3 is refused: input should be a valid dictionary."),
     ({"record_trace": 1}, "vtoken: option 'record_trace' = 1 is refused: input should be a valid boolean."),
     ({"bugdet": 512}, "vtoken: unknown option 'bugdet'; did you mean 'budget'?"),

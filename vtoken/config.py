@@ -95,7 +95,7 @@ class VTokenConfig(_Options):
         le=MOST_TOKENS,
         description="Observe attention in every so many decode steps: 1 is exact, more is cheaper.",
     )
-    score_layers: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | None = Field(
+    score_layers: list[Annotated[int, Field(ge=0)]] | None = Field(
         None, description="Layers whose attention counts, by index; else all of them."
     )
     reclaim: Literal["fill"] = Field(
@@ -120,7 +120,9 @@ class VTokenConfig(_Options):
         return self.sinks + max(self.recent, self.grace) + self.interval
 
     @model_validator(mode="after")
-    def _budget_holds_the_protected_tokens(self) -> "VTokenConfig":
+    def _options_go_together(self) -> "VTokenConfig":
+        if self.score_layers == []:
+            raise ValueError("option 'score_layers' = [] is refused: name at least one layer, or leave it out for all")
         if isinstance(self.budget, int):
             check_budget_floor(self.budget, self)
         return self
