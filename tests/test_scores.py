@@ -14,6 +14,7 @@ from vtoken.core.observed import ObservedQueries
 from vtoken.policies import ALL, Needs, Observation, Policy, PolicyBatch
 from vtoken.vllm_plugin.protocol import StepPlan
 from vtoken.vllm_plugin.ranks import Ranks
+from vtoken.vllm_plugin.scores import score_bytes
 from vtoken.vllm_plugin.worker import EvictionWorker
 
 S = 16
@@ -421,3 +422,11 @@ class TestGrace:
             assert victim <= length - 1 - max(4, min(10, generated))
         # from then on each step takes the token whose grace has just ended
         assert [victim for (victim,) in victims[-8:]] == [60 + step - 11 for step in range(17, 25)]
+
+
+class TestMemory:
+    def test_bytes_that_scores_take_per_slot(self) -> None:
+        assert score_bytes(Needs(), lanes=2) == 0
+        assert score_bytes(Needs(key_norms=True), lanes=2) == 4
+        assert score_bytes(ALL_QUERIES, lanes=2) == 4 * 3 + 2 * 12
+        assert score_bytes(Needs(prompt_queries=32, each_query=True), lanes=3) == 4 * 3 + 3 * 12 * 32

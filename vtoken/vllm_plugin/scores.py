@@ -40,7 +40,8 @@ def score_bytes(needs: Needs, lanes: int) -> int:
     if not needs.attention:
         return 4 if needs.key_norms else 0
     lines = needs.prompt_queries if needs.each_query else 1
-    return 4 * (3 + lanes * max(lines, 1))
+    # state, key norm and what is pending; a mass in float32 and its sum over layers in float64
+    return 4 * 3 + (4 + 8) * lanes * max(lines, 1)
 
 
 Shown = TypeVar("Shown", bound=PolicyBatch)
