@@ -115,8 +115,23 @@ def no_other_engine() -> None:
         ),
         (
             {"num_gpu_blocks_override": 32},
-            "vtoken: num_gpu_blocks_override=32 leaves room for 992 tokens, too few for one request of "
-            "max_model_len=1024; raise it to at least 33 or lower max_model_len.",
+            "vtoken: num_gpu_blocks_override=32 leaves room for 992 tokens, too few for the 1024 that one "
+            "request of max_model_len=1024 takes at its peak; raise it to at least 33, lower max_model_len, or set "
+            "vtoken's prefill_evict='chunked'.",
+        ),
+        (
+            {"num_gpu_blocks_override": 8, "vtoken": {"budget": 256, "prefill_evict": "chunked", "prefill_chunk": 64}},
+            "vtoken: num_gpu_blocks_override=8 leaves room for 224 tokens, too few for the 319 that one request of "
+            "max_model_len=1024 takes at its peak; raise it to at least 11, lower max_model_len, or lower the budget.",
+        ),
+        (
+            {"vtoken": {"policy": "h2o", "score_layers": [0, 2]}},
+            "vtoken: option 'score_layers' = [0, 2] must name some of the model's layers, which are 0 to 1.",
+        ),
+        (
+            {"vtoken": {"grace": 2000}},
+            "vtoken: the options protect 2005 tokens of each request, so with max_model_len=1024 nothing would ever be "
+            "evicted; lower recent, grace or sinks.",
         ),
         (
             {"scheduling_policy": "priority"},
@@ -135,8 +150,11 @@ def no_other_engine() -> None:
 def test_what_the_tests_do_not_cover_is_refused(
     leaves_no_process: None, tiny_gqa: Path, engine_args: dict, sentence: str
 ) -> None:
+    config = VTokenConfig(**engine_args.get("vtoken", {}))
+    arguments = {**ENGINE_ARGS, "skip_tokenizer_init": True, **engine_args}
+    arguments.pop("vtoken", None)
     with pytest.raises(ValueError) as refusal:
-        make_engine(str(tiny_gqa), VTokenConfig(), **{**ENGINE_ARGS, "skip_tokenizer_init": True, **engine_args})
+        make_engine(str(tiny_gqa), config, **arguments)
     assert str(refusal.value) == sentence
 
 
@@ -152,8 +170,8 @@ def test_a_refusal_reaches_users_of_vllm_itself(tiny_gqa: Path) -> None:
     "start, sentence",
     [
         (
-            lambda model: make_engine(model, VTokenConfig(policy="h3o")),
-            "vtoken: unknown policy 'h3o'; the policies are",
+            lambda model: make_engine(model, VTokenConfig(policy="xyzzy")),
+            "vtoken: unknown policy 'xyzzy'; the policies are",
         ),
         (lambda model: make_engine(f"{model}/missing", None), "vtoken: there is no model in"),
     ],

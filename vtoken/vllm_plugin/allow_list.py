@@ -160,8 +160,9 @@ def _check_pool(vllm_config: Any, config: VTokenConfig) -> None:
         return
     room = (cache.num_gpu_blocks_override - 1) * cache.block_size  # vLLM keeps one block for itself
     if room < longest:
+        other = "lower the budget" if config.prefill_evict == "chunked" else "set vtoken's prefill_evict='chunked'"
         raise ValueError(
             f"vtoken: num_gpu_blocks_override={cache.num_gpu_blocks_override} leaves room for {room} tokens, too few "
-            f"for one request of max_model_len={max_length}, which takes {longest}; raise it to at least "
-            f"{-(-longest // cache.block_size) + 1}, lower max_model_len, or set vtoken's prefill_evict='chunked'."
+            f"for the {longest} that one request of max_model_len={max_length} takes at its peak; raise it to at least "
+            f"{-(-longest // cache.block_size) + 1}, lower max_model_len, or {other}."
         )
