@@ -147,7 +147,7 @@ def test_the_shared_data() -> None:
         pytest.skip("there is no data: set VTOKEN_DATA")
     loaded, _ = load_questions(TOKENIZER, Wishes(max_prompt=10**6))
     needles = [question for question in loaded if question.answers is not None]
-    assert (len(needles), len(loaded) - len(needles)) == (30, 15)
+    assert (len(needles), len(loaded) - len(needles)) == (30, 21)
     assert all(text(question.prompt_token_ids + question.forced).endswith("provided text is") for question in needles)
     assert all(text(question.forced).startswith(": ") for question in loaded[30:])
 
