@@ -8,7 +8,6 @@ observed by vtoken, vtoken's other hooks, and the rest of vLLM; prompt steps and
 import argparse
 import json
 import statistics
-from collections import defaultdict
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from time import perf_counter
@@ -34,7 +33,7 @@ class Round:
     """One run of all requests: seconds in all, and per phase and payer."""
 
     seconds: float
-    spent: dict[str, dict[str, float]] = field(default_factory=lambda: {p: defaultdict(float) for p in PHASES})
+    spent: dict[str, dict[str, float]] = field(default_factory=lambda: {p: dict.fromkeys(CHARGED, 0.0) for p in PHASES})
 
 
 @dataclass
