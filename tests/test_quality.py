@@ -149,7 +149,8 @@ def test_the_shared_data() -> None:
     needles = [question for question in loaded if question.answers is not None]
     assert (len(needles), len(loaded) - len(needles)) == (30, 21)
     assert all(text(question.prompt_token_ids + question.forced).endswith("provided text is") for question in needles)
-    assert all(text(question.forced).startswith(": ") for question in loaded[30:])
+    assert all(text(question.forced).startswith(": ") for question in loaded[30:45])
+    assert [len(question.forced) for question in loaded[45:]] == [65] * 6
 
 
 # ---- Asking ------------------------------------------------------------------------------------------------

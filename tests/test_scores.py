@@ -92,7 +92,7 @@ class Driver:
             lambda slots: (slots % 97).astype(np.float32),
         )
         self.worker._scores._policy = self.policy
-        self.worker._scores._needs, self.worker._scores._remembers = needs, needs != Needs()
+        self.worker._scores._needs, self.worker._scores.remembers = needs, needs != Needs()
         self.observer.worker = self.worker
         self.computed: dict[str, int] = {}
         self.known: dict[str, int] = {}
@@ -196,7 +196,7 @@ class TestWhatIsObserved:
         driver.add(40, budget=20)
         driver.step()
         driver.step()
-        assert driver.observer.asked[-1] is None and not driver.policy.seen
+        assert not driver.observer.asked and not driver.policy.seen
 
 
 class TestWhatThePolicySees:

@@ -94,7 +94,7 @@ class ScoreKeeper:
         self._observer = observer
         self._key_norms = key_norms
         self._ranks = ranks or Ranks()
-        self._remembers = self._needs.attention or self._needs.key_norms
+        self.remembers = self._needs.attention or self._needs.key_norms
         self._scores = TokenScores(table)
         self._watched: _Watched | None = None
         assert observer is not None or not self._needs.attention
@@ -107,8 +107,7 @@ class ScoreKeeper:
 
     def follow(self, rows: Ints, tokens: Ints) -> None:
         """New tokens have a slot, shape [N] each."""
-        if self._remembers:
-            self._scores.follow(rows, tokens)
+        self._scores.follow(rows, tokens)
 
     def watch(
         self,
@@ -254,7 +253,7 @@ class ScoreKeeper:
 
     def _remembered(self, owner: Ints, tokens: Ints) -> tuple[Floats, Floats]:
         """State and key norm of each token; zeros for a policy that needs neither."""
-        if not self._remembers:
+        if not self.remembers:
             nothing = np.zeros(len(tokens), dtype=np.float32)
             return nothing, nothing
         return self._scores.state[owner, tokens], self._scores.key_norm[owner, tokens]

@@ -105,10 +105,11 @@ class EvictionWorker:
         slots = self.table.sync_new_tokens(rows, batch_blocks[index], num_blocks[ok], counts.new_tokens[ok])
         new_tokens, length = counts.new_tokens[ok], self.table.num_live[rows]
         tokens = ranges(starts[index], new_tokens)
-        owner, logical = np.repeat(rows, new_tokens), ranges(self.table.length[rows] - new_tokens, new_tokens)
-        self._new_tokens = (owner, logical, slots)
-        self._scores.follow(owner, logical)
-        self._watch(index, starts, length, batch_blocks)
+        if self._scores.remembers:
+            owner, logical = np.repeat(rows, new_tokens), ranges(self.table.length[rows] - new_tokens, new_tokens)
+            self._new_tokens = (owner, logical, slots)
+            self._scores.follow(owner, logical)
+            self._watch(index, starts, length, batch_blocks)
         if len(failed):
             stray = ranges(starts[failed], counts.new_tokens[wrong])
             tokens, slots = np.concatenate([tokens, stray]), np.concatenate([slots, np.zeros_like(stray)])

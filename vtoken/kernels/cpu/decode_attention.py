@@ -80,21 +80,13 @@ class _Scratch:
         return align(self.total + self.shape.rows)
 
 
-@lru_cache
-def _compile(shape: Shape) -> Any:
+def _attending(shape: Shape) -> Any:
+    """Compile ``attend(arguments, piece, scratch)``, the first half of a piece's work."""
     places = _Scratch(shape)
-    queries, rows, head_size, part_tokens, block_size = (
-        shape.queries,
-        shape.rows,
-        shape.head_size,
-        shape.part,
-        shape.block_size,
-    )
+    queries, head_size, part_tokens, block_size = shape.queries, shape.head_size, shape.part, shape.block_size
     parts_at, part_largest_at, part_numbers = places.parts, places.part_largest, places.part
     largest_at, total_at, state_numbers = places.largest, places.total, places.state
     load, logits, add_values = load_queries(queries, head_size), part_logits(shape), part_values(shape)
-    add = add_mass(queries, part_tokens)
-    thread_number, team_size, barrier = openmp.thread_number, openmp.team_size, openmp.barrier
     part_blocks, nothing = shape.blocks_per_part, np.float32(-np.inf)
 
     @njit(error_model="numpy")
@@ -139,6 +131,18 @@ def _compile(shape: Shape) -> Any:
                 state[total_at + row] += exponentials(row_logits, tokens, largest)
             add_values(address, values, arguments.values_block, blocks, tokens, sums, next_key)
 
+    return attend
+
+
+def _finishing(shape: Shape) -> Any:
+    """Compile ``finish(arguments, piece, scratch, lane)``, the second half: the softmax must be whole."""
+    places = _Scratch(shape)
+    queries, rows, head_size = shape.queries, shape.rows, shape.head_size
+    part_tokens, block_size, nothing = shape.part, shape.block_size, np.float32(-np.inf)
+    parts_at, part_largest_at, part_numbers = places.parts, places.part_largest, places.part
+    largest_at, total_at, state_numbers = places.largest, places.total, places.state
+    add = add_mass(queries, part_tokens)
+
     @njit(error_model="numpy")
     def finish(arguments, piece, scratch, lane):  # type: ignore[no-untyped-def]
         """Write a softmax's output, if the piece is its first, and add the mass of the piece's tokens."""
@@ -174,6 +178,14 @@ def _compile(shape: Shape) -> Any:
                 shrink = exp2(part[part_largest_at + row] - rows_of[row])
                 rows_of[2 * rows + row] = rows_of[rows + row] * shrink
             add(address, scratch + 8 * rows, mass + 4 * first, min(part_tokens, piece.tokens - first))
+
+    return finish
+
+
+@lru_cache
+def _compile(shape: Shape) -> Any:
+    attend, finish = _attending(shape), _finishing(shape)
+    thread_number, team_size, barrier = openmp.thread_number, openmp.team_size, openmp.barrier
 
     @cfunc("void(voidptr)", error_model="numpy")
     def body(data):  # type: ignore[no-untyped-def]
