@@ -502,7 +502,7 @@ class StubEngine:
             assert ledger.epoch[counted] == table.epoch[row] == reference.evictions
             assert ledger.blocks[counted] == table.num_blocks[row] == len(blocks)
             assert table.length[row] == reference.length == request.num_computed_tokens
-            assert ledger.forgotten[counted] == reference.length - tokens
+            assert ledger.returned[counted] == reference.length - tokens
             if reference.steady:
                 assert len(reference.cells) <= reference.budget
         runner.check_contents(blocks_of)

@@ -98,8 +98,42 @@ class VTokenConfig(_Options):
     score_layers: list[Annotated[int, Field(ge=0)]] | None = Field(
         None, description="Layers whose attention counts, by index; else all of them."
     )
-    reclaim: Literal["fill"] = Field(
-        "fill", description="How holes become free blocks: 'fill' keeps every request dense."
+    reclaim: Literal["fill", "pack", "none"] = Field(
+        "fill",
+        description="How holes become free blocks: 'fill' keeps every request dense; 'pack' copies sparse blocks "
+        "together when memory runs short; 'none' frees a block once all its tokens are dead.",
+    )
+    theta_f: float = Field(
+        0.25, ge=0.0, lt=1.0, description="pack: reclaim when more than this share of all held slots is dead or unused."
+    )
+    low_watermark: float = Field(
+        0.25, ge=0.0, le=1.0, description="pack: reclaim when no more than this share of the pool's blocks is free."
+    )
+    check_interval: int = Field(
+        16, ge=1, le=MOST_TOKENS, description="pack: look every so many steps whether reclaiming is due."
+    )
+    headroom: float = Field(
+        0.02,
+        ge=0.0,
+        lt=1.0,
+        description="pack: share of the pool's blocks that admission leaves free to copy into (rounded up).",
+    )
+    pack_blocks: int = Field(
+        8, ge=2, le=MOST_TOKENS, description="pack: most blocks of one request that are packed at a time."
+    )
+    sudden_rise: float | None = Field(
+        None,
+        gt=0.0,
+        lt=1.0,
+        description="pack: reclaim at once, whatever is free, when the dead share rises by this much between two looks.",
+    )
+    copies: Literal["async", "inline", "force_sync"] = Field(
+        "async",
+        description="When tokens are copied: 'async' beside sampling and scheduling, 'inline' in order with the "
+        "forwards, 'force_sync' as async, but waited for at once.",
+    )
+    verify: bool = Field(
+        False, description="Check after each relocation that no token was lost, doubled or changed; slow."
     )
     prefill_evict: Literal["end", "chunked"] = Field(
         "end",

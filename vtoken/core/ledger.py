@@ -1,7 +1,8 @@
 """What the scheduler knows of each request: how many tokens and blocks, never which.
 
-The budget fixes how many tokens die, and `fill` always keeps a request's first blocks, so the length and the
-blocks after a step are known when the step is scheduled. No report from the worker is needed to free a block.
+The budget fixes how many tokens die. `fill` always keeps a request's first blocks, so there the length and the blocks
+after a step are known when the step is scheduled, and no report from the worker is needed to free a block. Where new
+tokens are appended, which blocks become free depends on which tokens died: the worker reports them.
 """
 
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from vtoken.core.ragged import Ints
 
 _COLUMNS = (
     "length",
-    "forgotten",
+    "returned",
     "blocks",
     "epoch",
     "prefilling",
@@ -57,13 +58,15 @@ class LengthLedger:
     Args:
         block_size: slots per block.
         cadence: when requests are reduced and observed.
+        dense: requests have no holes at a forward; if not, new tokens are appended.
     """
 
-    def __init__(self, block_size: int, cadence: Cadence, requests: int = 64) -> None:
+    def __init__(self, block_size: int, cadence: Cadence, *, dense: bool = True, requests: int = 64) -> None:
         self.block_size = block_size
         self.cadence = cadence
+        self.dense = dense
         self.length = np.zeros(requests, dtype=np.int64)
-        self.forgotten = np.zeros(requests, dtype=np.int64)
+        self.returned = np.zeros(requests, dtype=np.int64)
         self.prefilling = np.zeros(requests, dtype=np.bool_)
         self.prefill_end = np.zeros(requests, dtype=np.int64)
         self.blocks = np.zeros(requests, dtype=np.int64)
@@ -94,7 +97,7 @@ class LengthLedger:
     def reset(self, req_id: str) -> None:
         """The request lost its cache (preemption) and keeps its limits."""
         row = self._row_of[req_id]
-        self.length[row] = self.forgotten[row] = self.blocks[row] = self.epoch[row] = self.peak_blocks[row] = 0
+        self.length[row] = self.returned[row] = self.blocks[row] = self.epoch[row] = self.peak_blocks[row] = 0
         self.prefilling[row] = True
 
     def close(self, req_id: str) -> None:
@@ -107,9 +110,19 @@ class LengthLedger:
         """Tokens with a slot, over all requests; finished and waiting ones have none."""
         return int(self.length.sum())
 
+    def held_blocks(self) -> int:
+        """Blocks that requests hold, over all of them."""
+        return int(self.blocks.sum())
+
     def physical_length(self, req_id: str, logical_length: int) -> int:
-        """How many of the request's first ``logical_length`` tokens have, or will need, a slot."""
-        return logical_length - int(self.forgotten[self._row_of[req_id]])
+        """How many slots the request's first ``logical_length`` tokens take, holes included."""
+        return logical_length - int(self.returned[self._row_of[req_id]])
+
+    def give_back(self, req_id: str, blocks: int) -> None:
+        """So many of the request's blocks, on balance, have been emptied and left it."""
+        row = self._row_of[req_id]
+        self.blocks[row] -= blocks
+        self.returned[row] += blocks * self.block_size
 
     def hold_blocks(self, req_id: str, blocks: int) -> None:
         """The request now holds this many blocks."""
@@ -119,17 +132,18 @@ class LengthLedger:
         """The request is about to compute a prefill of this many tokens before it can be reduced.
 
         Returns:
-            the most blocks that it will ever hold; 0 if it has no budget, since nobody can know.
+            the most blocks that it will ever hold; 0 if nobody can know, for want of a budget or because of holes.
         """
         row = self._row_of[req_id]
-        if self.budget[row]:
+        if self.budget[row] and self.dense:
             self.peak_blocks[row] = self._blocks_for(self.cadence.peak_length(tokens, int(self.budget[row])))
         return int(self.peak_blocks[row])
 
     def most_blocks(self, req_id: str, final_length: int) -> int:
         """The most blocks that the request can hold in its life, preempted or not."""
         budget = int(self.budget[self._row_of[req_id]])
-        return self._blocks_for(self.cadence.peak_length(final_length, budget) if budget else final_length)
+        bounded = budget and self.dense
+        return self._blocks_for(self.cadence.peak_length(final_length, budget) if bounded else final_length)
 
     def clamp(self, req_id: str, computed: int, new_tokens: int) -> int:
         """Cut a forward of a request so that it ends, at the latest, where its prompt has to be reduced."""
@@ -162,7 +176,7 @@ class LengthLedger:
         rows = np.array([self._row_of[req_id] for req_id in req_ids], dtype=np.int64)
         length, epoch = self.length[rows], self.epoch[rows]
         attended = length + new_tokens
-        num_blocks = self._blocks_for(attended)
+        num_blocks = self._blocks_for(logical_length - self.returned[rows])
         decodes, budget = ~self.prefilling[rows], self.budget[rows]
         prefill_end = self.prefill_end[rows] = np.where(decodes, self.prefill_end[rows], known_length)
         ends_prefill = ~decodes & (logical_length >= known_length)
@@ -179,16 +193,18 @@ class LengthLedger:
         reduced = evict > 0
         # A forward that decodes computes one token: its slot is kept, so that steady decoding allocates nothing.
         next_tokens = (reduced & (decodes | ends_prefill)).astype(np.int64)
-        keep_blocks = np.where(reduced, self._blocks_for(attended - evict + next_tokens), num_blocks)
+        keep_blocks = num_blocks
+        if self.dense:
+            keep_blocks = np.where(reduced, self._blocks_for(attended - evict + next_tokens), num_blocks)
+            self.returned[rows] += evict
         observe_from = self.cadence.observed_from(
             logical_length, new_tokens, prefill_end, self.prompt_length[rows], decodes
         )
         self.length[rows] = attended - evict
-        self.forgotten[rows] += evict
         self.epoch[rows] = epoch + reduced
         self.blocks[rows] = keep_blocks
         self.prefilling[rows] = ~(decodes | ends_prefill)
-        full_grown = rows[ends_prefill & (budget > 0)]
+        full_grown = rows[ends_prefill & (budget > 0) & self.dense]
         self.peak_blocks[full_grown] = self._blocks_for(self.budget[full_grown])
         return StepCounts(
             new_tokens,

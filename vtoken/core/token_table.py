@@ -7,8 +7,11 @@ there (-1: hole or unused). A physical position p belongs to block ``blocks[row,
     slot(t) = blocks[row, p // S] * S + p % S        with p = physical_of[row, t]
 
 Evicting writes metadata only; no K/V moves. The paper's three mutators (arXiv 2608.13263, section on the token
-table) are ``evict_tokens``, ``sync_new_tokens`` and ``apply_moves``; beside them only ``release_blocks`` and
-``drop_request`` change the table. All of them work on a batch of rows at once, without a loop over tokens.
+table) are ``evict_tokens``, ``sync_new_tokens`` and ``apply_moves``; beside them blocks come (``insert_blocks``) and
+go (``release_blocks``, ``remove_blocks``), and so do requests. None of them loops over tokens.
+
+New tokens either recycle holes or are appended. A table that recycles keeps its requests dense; in one that appends,
+holes stay where they are until all tokens of a block are dead or have moved.
 """
 
 from collections.abc import Iterable
@@ -40,11 +43,16 @@ class TokenTable:
 
     Args:
         block_size: slots per block, S.
+        recycling: whether a single new token is written into a hole.
         requests, tokens: initial capacity; both grow by doubling.
+
+    Attributes:
+        end: one past the last position that holds a token or a hole, at the forward under way; shape [rows].
     """
 
-    def __init__(self, block_size: int, requests: int = 16, tokens: int = 1024) -> None:
+    def __init__(self, block_size: int, *, recycling: bool = True, requests: int = 16, tokens: int = 1024) -> None:
         self.block_size = block_size
+        self.recycling = recycling
         width = -(-tokens // block_size) * block_size
         self.physical_of = np.full((requests, width), DEAD, dtype=np.int32)
         self.logical_at = np.full((requests, width), HOLE, dtype=np.int32)
@@ -52,9 +60,11 @@ class TokenTable:
         self.live_in_block = np.zeros((requests, width // block_size), dtype=np.int32)
         self.length = np.zeros(requests, dtype=np.int64)
         self.num_live = np.zeros(requests, dtype=np.int64)
+        self.end = np.zeros(requests, dtype=np.int64)
         self.num_blocks = np.zeros(requests, dtype=np.int64)
         self.epoch = np.zeros(requests, dtype=np.int64)
         self._row_of: dict[str, int] = {}
+        self._req_id_in: dict[int, str] = {}
         self._free_rows = list(range(requests - 1, -1, -1))
 
     # -- looking things up ------------------------------------------------------------------------------------
@@ -73,6 +83,10 @@ class TokenTable:
     def find_rows(self, req_ids: Iterable[str]) -> Ints:
         """The row of each request, shape [R], -1 for one that has none."""
         return np.array([self._row_of.get(req_id, -1) for req_id in req_ids], dtype=np.int64)
+
+    def req_ids_of(self, rows: Ints) -> list[str]:
+        """The requests in these rows, shape [R]."""
+        return [self._req_id_in[row] for row in rows.tolist()]
 
     def slots(self, rows: Ints, positions: Ints) -> Ints:
         """Physical positions, row by row, to slots of the pool: block * S + offset, shape [N]."""
@@ -115,13 +129,14 @@ class TokenTable:
             self._grow_rows()
         row = self._free_rows.pop()
         self._row_of[req_id] = row
+        self._req_id_in[row] = req_id
         return row
 
     def sync_new_tokens(self, rows: Ints, block_table: NDArray[np.int32], num_blocks: Ints, counts: Ints) -> Ints:
         """Register the tokens that the next forward computes, in order; return their slots, shape [sum(counts)].
 
-        A single new token takes the lowest hole of its request (slot recycling); several new tokens must be last
-        and in order, so they are appended and need a request without holes.
+        Where holes are recycled, a single new token takes the lowest one of its request; several new tokens must be
+        last and in order, so they are appended and need a request without holes.
 
         Args:
             rows: shape [R], each at most once.
@@ -130,8 +145,8 @@ class TokenTable:
             counts: new tokens per request, shape [R].
         """
         self._grow_columns(int((self.length[rows] + counts).max(initial=0)), int(num_blocks.max(initial=0)))
-        first = self.num_live[rows]
-        recycling = (counts == 1) & (self.epoch[rows] > 0)
+        first = self.num_live[rows] if self.recycling else self.end[rows]
+        recycling = (counts == 1) & (self.epoch[rows] > 0) & self.recycling
         first[recycling] = self._lowest_hole(rows[recycling])
         self._require_room(rows, first + counts, num_blocks, ~recycling)
         self._adopt_blocks(rows, block_table, num_blocks)
@@ -144,6 +159,7 @@ class TokenTable:
         np.add.at(self.live_in_block, (owner, positions // self.block_size), 1)
         self.length[rows] += counts
         self.num_live[rows] += counts
+        self.end[rows] = self.num_live[rows] if self.recycling else first + counts
         return self.slots(owner, positions)
 
     def evict_tokens(self, rows: Ints, tokens: Ints) -> None:
@@ -190,16 +206,43 @@ class TokenTable:
             raise ValueError("a block that leaves its request must not hold a live token")
         self.num_blocks[rows] = np.minimum(self.num_blocks[rows], keep)
 
+    def insert_blocks(self, row: int, column: int, blocks: list[int]) -> None:
+        """Put empty blocks before a request's block at ``column``; the positions of what follows grow."""
+        if not 0 <= column <= self.end[row] // self.block_size:
+            raise ValueError("blocks can only be inserted before the end of a request")
+        held = int(self.num_blocks[row])
+        self._grow_columns(0, held + len(blocks))
+        order = np.insert(np.arange(held), column, np.full(len(blocks), -1))
+        self._rearrange(row, order)
+        self.blocks[row, column : column + len(blocks)] = blocks
+        self.end[row] += len(blocks) * self.block_size
+
+    def remove_blocks(self, rows: Ints, columns: Ints) -> None:
+        """Let blocks leave their requests, wherever they stand, shape [N] each; the positions of what follows shrink.
+
+        Raises:
+            ValueError: one of them holds a live token, or is still being filled.
+        """
+        if self.live_in_block[rows, columns].any():
+            raise ValueError("a block that leaves its request must not hold a live token")
+        if ((columns + 1) * self.block_size > self.end[rows]).any():
+            raise ValueError("a block that is still being filled cannot leave its request")
+        for row in np.unique(rows).tolist():
+            gone = columns[rows == row]
+            self._rearrange(row, np.delete(np.arange(self.num_blocks[row]), gone))
+            self.end[row] -= len(gone) * self.block_size
+
     def drop_request(self, req_id: str) -> None:
         """Forget a request; unknown ids are ignored, since a request may end before its first forward."""
         row = self._row_of.pop(req_id, None)
         if row is None:
             return
+        del self._req_id_in[row]
         self.physical_of[row, : self.length[row]] = DEAD
         # Holes beyond the live tokens are unset already; what was live lies below the end of the held blocks.
         self.logical_at[row, : self.num_blocks[row] * self.block_size] = HOLE
         self.live_in_block[row, : self.num_blocks[row]] = 0
-        for column in (self.length, self.num_live, self.num_blocks, self.epoch):
+        for column in (self.length, self.num_live, self.end, self.num_blocks, self.epoch):
             column[row] = 0
         self._free_rows.append(row)
 
@@ -211,6 +254,23 @@ class TokenTable:
             source, column = np.repeat(np.arange(len(rows)), grown), ranges(self.num_blocks[rows], grown)
             self.blocks[rows[source], column] = block_table[source, column]
             self.num_blocks[rows] = num_blocks
+
+    def _rearrange(self, row: int, order: Ints) -> None:
+        """Give a request its blocks in a new order: per new column the old one, -1 for an empty block."""
+        held, size = int(self.num_blocks[row]), self.block_size
+        stays = order >= 0
+        by_block = np.full((len(order), size), HOLE, dtype=np.int32)
+        by_block[stays] = self.logical_at[row, : held * size].reshape(held, size)[order[stays]]
+        tokens = by_block.reshape(-1)
+        self.logical_at[row, : held * size] = HOLE
+        self.logical_at[row, : len(tokens)] = tokens
+        positions = np.flatnonzero(tokens != HOLE)
+        self.physical_of[row, tokens[positions]] = positions
+        for array in (self.blocks, self.live_in_block):
+            old = array[row, :held].copy()
+            array[row, : max(held, len(order))] = 0
+            array[row, : len(order)][stays] = old[order[stays]]
+        self.num_blocks[row] = len(order)
 
     def _lowest_hole(self, rows: Ints) -> Ints:
         """The lowest physical position without a live token: n live tokens leave one among the first n + 1."""
@@ -224,6 +284,8 @@ class TokenTable:
             raise ValueError("a request cannot lose blocks while it registers new tokens")
         if (end > num_blocks * self.block_size).any():
             raise ValueError("the blocks of a request do not hold its new tokens")
+        if not self.recycling:
+            return
         for row in rows[appending & (self.epoch[rows] > 0)]:  # several tokens after an eviction: not in steady decode
             if (self.logical_at[row, : self.num_live[row]] == HOLE).any():
                 raise ValueError("several tokens can only be appended to a request without holes")
@@ -237,6 +299,7 @@ class TokenTable:
             "live_in_block",
             "length",
             "num_live",
+            "end",
             "num_blocks",
             "epoch",
         ):

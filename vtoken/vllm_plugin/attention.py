@@ -1,6 +1,6 @@
 """A backend's attention with an observer beside it: vLLM's own kernel runs wherever nobody needs scores."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -9,13 +9,21 @@ from vtoken.kernels.cpu.observer import AttentionObserver
 from vtoken.kernels.layout import vec_views
 
 
-def observe(layers: list[Any], observer: AttentionObserver) -> None:
-    """Put the observer into these attention layers, between them and their backend, for as long as they live."""
-    for layer in layers:
-        layer.impl.forward = _observed(layer.impl.forward, observer)
+def observe(layers: list[Any], observer: AttentionObserver, observed: Collection[int]) -> None:
+    """Put the observer into attention layers, between them and their backend, for as long as they live.
+
+    Args:
+        layers: those whose attention it may have to compute.
+        observer: one for all of them.
+        observed: the places, in ``layers``, of those whose attention counts.
+    """
+    for n, layer in enumerate(layers):
+        layer.impl.forward = _observed(layer.impl.forward, observer, n in observed)
 
 
-def _observed(stock: Callable[..., torch.Tensor], observer: AttentionObserver) -> Callable[..., torch.Tensor]:
+def _observed(
+    stock: Callable[..., torch.Tensor], observer: AttentionObserver, observes: bool
+) -> Callable[..., torch.Tensor]:
     def forward(
         layer: Any,
         query: torch.Tensor,
@@ -32,7 +40,7 @@ def _observed(stock: Callable[..., torch.Tensor], observer: AttentionObserver) -
             return stock(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
         if not observer.replaces_backend:
             stock(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
-        observer.attend(query, *vec_views(kv_cache), output)
+        observer.attend(query, *vec_views(kv_cache), output, observes)
         return output
 
     return forward

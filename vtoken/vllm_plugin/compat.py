@@ -29,6 +29,7 @@ from vtoken.core.ledger import LengthLedger
 from vtoken.core.ragged import Ints
 from vtoken.core.token_scores import Floats
 from vtoken.core.trace import Trace
+from vtoken.kernels.copy_engine import copy_engine_for
 from vtoken.kernels.cpu.observer import AttentionObserver
 from vtoken.kernels.key_norms import KeyNorms
 from vtoken.kernels.layout import BlockLayout, check_vec_layout, probe_layout, vec_views
@@ -78,13 +79,14 @@ class VTokenScheduler(Scheduler):
         config = settings_of(self.vllm_config)
         needs = load_policy(config).needs
         manager.ledger = LengthLedger(
-            manager.block_size, cadence_of(config, needs.prompt_queries, needs.decode_queries)
+            manager.block_size,
+            cadence_of(config, needs.prompt_queries, needs.decode_queries),
+            dense=config.reclaim == "fill",
         )
         pool = self.kv_cache_manager.block_pool
         # vLLM keeps one block for itself.
-        self.vtoken = EvictionScheduler(
-            config, manager.ledger, pool.num_gpu_blocks - 1, manager.truncate, pool.free_blocks
-        )
+        self.vtoken = EvictionScheduler(config, manager.ledger, pool.num_gpu_blocks - 1, pool, manager)
+        manager.reserve, manager.lose = self.vtoken.reserve, self.vtoken.lose
         self._scheduling = False
         self._ending: set[str] = set()
 
@@ -192,11 +194,12 @@ class EvictingRunner(_Runner):
         self.vtoken = _eviction_worker(
             self.vllm_config, [layers[name] for name in group.layer_names], group.kv_cache_spec
         )
-        self._vtoken_truncations: list[tuple[str, int]] = []
+        self._vtoken_blocks: dict[str, list[int]] = {}
 
     def execute_model(self, scheduler_output: SchedulerOutput, intermediate_tensors: Any = None) -> Any:
-        # Before anything else reads or grows a block list: zeroing and input preparation run inside.
-        self._vtoken_truncate()
+        # Before anything else touches the cache, or a block list: clearing blocks and preparing inputs happen inside.
+        self.vtoken.wait_for_copies()
+        self._vtoken_follow_blocks()
         resumed = scheduler_output.scheduled_cached_reqs.resumed_req_ids
         self.vtoken.begin_step(
             plan_of(scheduler_output),
@@ -206,7 +209,7 @@ class EvictingRunner(_Runner):
         )
         output = super().execute_model(scheduler_output, intermediate_tensors)
         if output is None:
-            self._vtoken_truncations = self.vtoken.evict()
+            self._vtoken_blocks = self.vtoken.evict()
             return None
         return self._vtoken_with_report(output)
 
@@ -230,17 +233,18 @@ class EvictingRunner(_Runner):
         table.slot_mapping.gpu[tokens.to(self.device)] = slots.to(self.device)
         return prepared
 
-    def _vtoken_truncate(self) -> None:
+    def _vtoken_follow_blocks(self) -> None:
         table = self.input_batch.block_table[0]
-        for req_id, keep in self._vtoken_truncations:
+        for req_id, blocks in self._vtoken_blocks.items():
             request = self.requests.get(req_id)
             if request is not None:
-                del request.block_ids[0][keep:]
+                request.block_ids[0][:] = blocks
             row = self.input_batch.req_id_to_index.get(req_id)
             if row is not None:
-                table.block_table.np[row, keep : table.num_blocks_per_row[row]] = 0
-                table.num_blocks_per_row[row] = keep
-        self._vtoken_truncations = []
+                table.block_table.np[row, len(blocks) : table.num_blocks_per_row[row]] = 0
+                table.block_table.np[row, : len(blocks)] = blocks
+                table.num_blocks_per_row[row] = len(blocks)
+        self._vtoken_blocks = {}
 
     def _vtoken_with_report(self, output: Any) -> Any:
         output = copy(output)  # an empty output is a singleton that all steps share
@@ -263,10 +267,12 @@ def _eviction_worker(vllm_config: Any, layers: list[Any], spec: EvictableAttenti
     cache = _all_layers([layer.kv_cache for layer in layers])
     layout = _probe(layers[0], spec)
     needs = load_policy(config).needs
-    observer = _observe(config, layers, layout, spec, needs) if needs.attention else None
+    attends = needs.attention or config.reclaim != "fill"
+    observer = _observe(config, layers, layout, spec, needs) if attends else None
     key_norms = KeyNorms(cache, layout, spec.num_kv_heads, spec.head_size) if needs.key_norms else None
     ranks = TensorParallelRanks() if vllm_config.parallel_config.tensor_parallel_size > 1 else Ranks()
-    return EvictionWorker(config, spec.block_size, Relocator(cache, layout), observer, key_norms, ranks)
+    copies = copy_engine_for(cache.device.type, Relocator(cache, layout), config.copies)
+    return EvictionWorker(config, spec.block_size, copies, observer, key_norms, ranks)
 
 
 class TensorParallelRanks(Ranks):
@@ -286,25 +292,31 @@ class TensorParallelRanks(Ranks):
 def _observe(
     config: VTokenConfig, layers: list[Any], layout: BlockLayout, spec: EvictableAttentionSpec, needs: Needs
 ) -> AttentionObserver:
-    """Lay an observer over the layers whose attention counts, or refuse with ValueError in one sentence."""
-    chosen = list(range(len(layers))) if config.score_layers is None else sorted(set(config.score_layers))
-    observed = [layers[n] for n in chosen]
-    impl = observed[0].impl
+    """Lay an observer over the layers that it may have to attend, or refuse with ValueError in one sentence."""
+    counts = list(range(len(layers))) if config.score_layers is None else sorted(set(config.score_layers))
+    if config.reclaim == "fill":  # no holes: only what is observed
+        layers, counts = [layers[n] for n in counts], list(range(len(counts)))
+    impl = layers[0].impl
     if type(impl).__name__ != "CPUAttentionBackendImpl" or impl.logits_soft_cap or impl.sinks is not None:
+        wants = (
+            f"policy '{config.policy}' looks at attention" if needs.attention else f"'{config.reclaim}' leaves holes"
+        )
         raise ValueError(
-            f"vtoken: policy '{config.policy}' looks at attention, which is not supported yet with "
-            f"{type(impl).__name__} or with a soft cap or sinks in attention; use streaming_llm, random or key_norm."
+            f"vtoken: {wants}, which is not supported yet with {type(impl).__name__} or with a soft cap or sinks in "
+            "attention; use reclaim='fill' with streaming_llm, random or key_norm."
         )
     check_vec_layout(layout, spec.num_kv_heads, spec.head_size)
     observer = AttentionObserver(
-        *vec_views(observed[0].kv_cache),
+        *vec_views(layers[0].kv_cache),
         num_query_heads=impl.num_heads,
-        num_layers=len(observed),
+        num_layers=len(counts),
         scale=impl.scale,
         each_query=needs.each_query,
         decay=needs.query_decay,
+        prompts=needs.prompt_queries > 0,
+        holes=config.reclaim != "fill",
     )
-    observe(observed, observer)
+    observe(layers, observer, counts)
     return observer
 
 

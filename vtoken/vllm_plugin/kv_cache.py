@@ -1,6 +1,6 @@
 """vLLM's KV-cache spec and manager for requests whose physical length is not their logical length."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from vllm.config import VllmConfig
@@ -11,6 +11,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vtoken.config import VTokenConfig
 from vtoken.core.budget import longest_request
 from vtoken.core.ledger import LengthLedger
+from vtoken.core.reclamation import BlockChange
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +21,9 @@ class EvictableAttentionSpec(FullAttentionSpec):
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
         """What one request of full length takes at its peak; vLLM refuses to start with less."""
         config: VTokenConfig = vllm_config.additional_config.vtoken
-        longest = longest_request(config, vllm_config.model_config.max_model_len)
+        longest = vllm_config.model_config.max_model_len
+        if config.reclaim == "fill":  # holes are not bounded by a budget
+            longest = longest_request(config, longest)
         return -(-longest // self.block_size) * self.page_size_bytes
 
 
@@ -28,6 +31,10 @@ class EvictableAttentionManager(FullAttentionManager):
     """Allocates by physical length: vLLM counts logical tokens, the ledger knows how many of them are gone."""
 
     ledger: LengthLedger
+    reserve: Callable[[int], int]
+    """Blocks that an admission which wants so many must leave free."""
+    lose: Callable[[str], None]
+    """Told that vLLM takes all blocks of a request."""
 
     def get_num_blocks_to_allocate(
         self,
@@ -61,7 +68,8 @@ class EvictableAttentionManager(FullAttentionManager):
         )
         if not apply_admission_cap:
             return needed
-        return max(needed, peak) + self.ledger.committed_growth()
+        wanted = max(needed, peak) + self.ledger.committed_growth()
+        return wanted + self.reserve(wanted)
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[KVCacheBlock]:
         blocks = super().allocate_new_blocks(
@@ -77,6 +85,7 @@ class EvictableAttentionManager(FullAttentionManager):
         """The request finished or was preempted: vLLM takes its blocks, and its lengths start anew."""
         if request_id in self.ledger:
             self.ledger.reset(request_id)
+        self.lose(request_id)
         return super().pop_blocks_for_free(request_id)
 
     def truncate(self, request_id: str, keep: int) -> list[KVCacheBlock]:
@@ -85,3 +94,14 @@ class EvictableAttentionManager(FullAttentionManager):
         tail = blocks[keep:]
         del blocks[keep:]
         return tail
+
+    def exchange(self, request_id: str, change: BlockChange, adopted: list[KVCacheBlock]) -> list[KVCacheBlock]:
+        """Do to the request's blocks what the worker has done to its own list; returns those that left it."""
+        blocks = self.req_to_blocks[request_id]
+        place = next(n for n, block in enumerate(blocks) if block.block_id == change.freed[0])
+        blocks[place:place] = adopted
+        gone = set(change.freed)
+        freed = [block for block in blocks if block.block_id in gone]
+        blocks[:] = [block for block in blocks if block.block_id not in gone]
+        self.ledger.give_back(request_id, len(freed) - len(adopted))
+        return freed

@@ -1,15 +1,17 @@
 """The scheduler's part: state counts with each step, and hand emptied blocks back when its result arrives."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 
 from vtoken.config import RequestOptions, VTokenConfig
 from vtoken.core.budget import resolve_budget
 from vtoken.core.ledger import LengthLedger
+from vtoken.core.reclamation import BlockChange
+from vtoken.core.reclamation_manager import ReclamationManager
 from vtoken.vllm_plugin.protocol import StepPlan, StepReport
 
 
@@ -32,6 +34,37 @@ class ScheduledStep:
     known_length: Iterable[int]
 
 
+@dataclass
+class StepUnderWay:
+    """A step whose result is not in yet, and the blocks that depend on it.
+
+    Attributes:
+        released: blocks that the worker still reads in this step; the pool's again when its result is in.
+        granted: blocks that it may move tokens into.
+        lost: requests whose blocks vLLM has taken meanwhile, so that what the worker did to them is void.
+    """
+
+    number: int
+    released: list[Any]
+    granted: list[Any]
+    lost: set[str] = field(default_factory=set)
+
+
+class Pool(Protocol):
+    """What is needed of vLLM's block pool."""
+
+    def get_num_free_blocks(self) -> int: ...
+    def get_new_blocks(self, num_blocks: int) -> list[Any]: ...
+    def free_blocks(self, ordered_blocks: Iterable[Any]) -> None: ...
+
+
+class BlockLists(Protocol):
+    """What is needed of vLLM's KV-cache manager: the requests' lists of blocks."""
+
+    def truncate(self, request_id: str, keep: int) -> list[Any]: ...
+    def exchange(self, request_id: str, change: BlockChange, adopted: list[Any]) -> list[Any]: ...
+
+
 class EvictionScheduler:
     """Beside vLLM's scheduler: turns its steps into plans and keeps account of blocks in flight.
 
@@ -39,32 +72,29 @@ class EvictionScheduler:
         config: the engine's settings.
         ledger: counts per request, shared with the KV-cache manager.
         pool_blocks: blocks that requests can hold.
-        truncate: (request id, blocks to keep) -> the blocks cut off, still owned by the request.
-        free: returns blocks to vLLM's pool.
+        pool: where blocks come from and go to.
+        lists: who holds which.
     """
 
     def __init__(
-        self,
-        config: VTokenConfig,
-        ledger: LengthLedger,
-        pool_blocks: int,
-        truncate: Callable[[str, int], list[Any]],
-        free: Callable[[list[Any]], None],
+        self, config: VTokenConfig, ledger: LengthLedger, pool_blocks: int, pool: Pool, lists: BlockLists
     ) -> None:
         self.stats = ReclamationStats()
         self._config = config
         self._ledger = ledger
         self._pool_blocks = pool_blocks
-        self._truncate = truncate
-        self._free = free
+        self._pool = pool
+        self._lists = lists
+        self._packing: ReclamationManager | None = None
+        if config.reclaim == "pack":
+            self._packing = ReclamationManager(config, pool_blocks, ledger.block_size)
         self._step = 0
-        # Blocks that the worker still reads in a step under way: theirs again when its result is in.
-        self._in_flight: deque[tuple[int, list[Any]]] = deque()
+        self._under_way: deque[StepUnderWay] = deque()
 
     @property
     def frees_pending(self) -> bool:
         """Blocks will come back from a step under way, so nobody needs to be preempted for want of one."""
-        return any(blocks for _, blocks in self._in_flight)
+        return any(step.released or step.granted for step in self._under_way)
 
     def live_tokens(self) -> int:
         """Tokens with a slot, over all requests."""
@@ -99,6 +129,17 @@ class EvictionScheduler:
         """The request is over."""
         self._ledger.close(req_id)
 
+    def lose(self, req_id: str) -> None:
+        """vLLM has taken the request's blocks: it is over, or preempted."""
+        for step in self._under_way:
+            step.lost.add(req_id)
+
+    def reserve(self, wanted: int) -> int:
+        """Blocks that an admission which wants so many must leave free."""
+        if self._packing is None:
+            return 0
+        return self._packing.reserve(wanted, self._ledger.held_blocks(), self._pool.get_num_free_blocks())
+
     def plan(self, scheduled: ScheduledStep) -> StepPlan:
         """State what each request computes and forgets in this step, and cut its block list to what it keeps."""
         counts = self._ledger.schedule(
@@ -109,10 +150,18 @@ class EvictionScheduler:
         )
         released: list[Any] = []
         for index in np.flatnonzero(counts.keep_blocks < counts.num_blocks).tolist():
-            released += self._truncate(scheduled.req_ids[index], int(counts.keep_blocks[index]))
+            released += self._lists.truncate(scheduled.req_ids[index], int(counts.keep_blocks[index]))
+        granted = self._grant() if scheduled.req_ids else []
         self._step += 1
-        self._in_flight.append((self._step, released))
-        return StepPlan(self._step, scheduled.req_ids, counts)
+        self._under_way.append(StepUnderWay(self._step, released, granted))
+        return StepPlan(self._step, scheduled.req_ids, counts, granted=[block.block_id for block in granted])
+
+    def _grant(self) -> list[Any]:
+        if self._packing is None:
+            return []
+        free = self._pool.get_num_free_blocks()
+        wanted = self._packing.grant(self._ledger.live_tokens(), self._ledger.held_blocks(), free)
+        return self._pool.get_new_blocks(wanted) if wanted else []
 
     def settle(self, plan: StepPlan, report: StepReport | None) -> dict[str, str]:
         """Free the blocks of a finished step; return the requests that must end, with the reason.
@@ -120,17 +169,33 @@ class EvictionScheduler:
         Raises:
             RuntimeError: a step's report is missing, late or doubled, so that no count can be trusted.
         """
-        if not self._in_flight:
+        if not self._under_way:
             raise RuntimeError(f"vtoken: a result of step {plan.step} arrived when no step was under way")
-        step, released = self._in_flight.popleft()
-        if step != plan.step or (report is not None and report.step != step):
+        step = self._under_way.popleft()
+        if step.number != plan.step or (report is not None and report.step != step.number):
             reported = report.step if report is not None else None
-            raise RuntimeError(f"vtoken: step {step} was settled with plan {plan.step} and report {reported}")
+            raise RuntimeError(f"vtoken: step {step.number} was settled with plan {plan.step} and report {reported}")
         if report is None and plan.req_ids:
-            raise RuntimeError(f"vtoken: the worker's report for step {step} is missing")
-        self._free(released[::-1])
-        self.stats.blocks_reclaimed += len(released)
-        if report is not None:
-            self.stats.tokens_evicted += report.evicted
-            self.stats.tokens_moved += report.moved
-        return report.errors if report is not None else {}
+            raise RuntimeError(f"vtoken: the worker's report for step {step.number} is missing")
+        if report is None:
+            return {}
+        freed = step.released + self._change_lists(step, report.changes)
+        self._pool.free_blocks(freed[::-1])
+        self.stats.blocks_reclaimed += len(freed) - len(step.granted)
+        self.stats.tokens_evicted += report.evicted
+        self.stats.tokens_moved += report.moved
+        return report.errors
+
+    def _change_lists(self, step: StepUnderWay, changes: Mapping[str, BlockChange]) -> list[Any]:
+        """Follow what the worker did to the requests' blocks; what nobody holds any more, grants included."""
+        granted = {block.block_id: block for block in step.granted}
+        freed: list[Any] = []
+        for req_id, change in changes.items():
+            if req_id not in step.lost:
+                adopted = [granted.pop(block_id) for block_id in change.adopted]
+                freed += self._lists.exchange(req_id, change, adopted)
+        freed += granted.values()
+        if self._packing is not None and step.granted:
+            packed = [change for change in changes.values() if change.adopted]
+            self._packing.settle(sum(len(change.freed) - len(change.adopted) for change in packed))
+        return freed

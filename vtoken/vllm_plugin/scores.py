@@ -8,10 +8,10 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from vtoken.core.observed import ObservedQueries
+from vtoken.core.observed import AttendedQueries, QueryRuns
 from vtoken.core.ragged import Ints, offsets_of, ranges, segment_ids
 from vtoken.core.token_scores import Floats, TokenScores
-from vtoken.core.token_table import TokenTable
+from vtoken.core.token_table import HOLE, TokenTable
 from vtoken.policies import Needs, Observation, Policy, PolicyBatch
 from vtoken.vllm_plugin.ranks import Ranks
 
@@ -20,18 +20,18 @@ KeyNorms = Callable[[Ints], Floats]
 
 
 class Observer(Protocol):
-    """Collects attention mass while a forward runs."""
+    """Attends where a request has holes, and collects attention mass, while a forward runs."""
 
     heads: int  # query heads x observed layers: what the mass of one query sums to
 
-    def begin(self, queries: ObservedQueries | None, block_table: NDArray[np.int32]) -> None:
-        """Say what the next forward is to observe; None for nothing."""
+    def begin(self, queries: AttendedQueries, block_table: NDArray[np.int32]) -> None:
+        """Say what the next forward needs."""
 
     def take(self) -> Floats:
         """The masses of the forward that has just ended.
 
         Request after request, and in each request either one row of ``attended`` numbers, the sum over its queries,
-        or one such row per query, oldest first, as the policy needs it.
+        or one such row per query, oldest first, as the policy needs it. Holes have none.
         """
 
 
@@ -63,7 +63,7 @@ class _Watched:
     rows: Ints
     decodes: NDArray[np.bool_]
     ends_part: NDArray[np.bool_]
-    queries: ObservedQueries
+    queries: QueryRuns
 
 
 class ScoreKeeper:
@@ -114,13 +114,10 @@ class ScoreKeeper:
         rows: Ints,
         decodes: NDArray[np.bool_],
         ends_part: NDArray[np.bool_],
-        queries: ObservedQueries,
-        block_table: NDArray[np.int32],
+        queries: QueryRuns,
     ) -> None:
         """The next forward's observed queries, of requests in these rows; the flags are those of ``StepCounts``."""
-        if self._observer is not None:
-            self._watched = _Watched(rows, decodes, ends_part, queries) if len(rows) else None
-            self._observer.begin(queries if len(rows) else None, block_table)
+        self._watched = _Watched(rows, decodes, ends_part, queries) if len(rows) else None
 
     def absorb_keys(self, rows: Ints, tokens: Ints, slots: Ints) -> None:
         """The forward has written these tokens' keys, shape [N] each."""
@@ -134,22 +131,24 @@ class ScoreKeeper:
         if watched is None:
             return np.empty(0, dtype=np.int64)
         assert self._observer is not None
-        mass, queries = self._ranks.sum(self._observer.take()), watched.queries
+        queries = watched.queries
+        mass = self._of_live(watched, self._ranks.sum(self._observer.take()))
         if not self._needs.each_query:
             return self._absorb_sum(watched, mass)
-        lines = np.repeat(queries.attended, queries.count)
+        live = self._table.num_live[watched.rows]
+        lines = np.repeat(live, queries.count)
         starts, first_line = offsets_of(lines)[:-1], offsets_of(queries.count)[:-1]
         wrong = []
         for turn in range(int(queries.count.max())):
             some = np.flatnonzero(queries.count > turn)
             later = queries.count[some] - 1 - turn
-            line = mass[ranges(starts[first_line[some] + turn], queries.attended[some])]
+            line = mass[ranges(starts[first_line[some] + turn], live[some])]
             wrong.append(self._blank_wrong(watched.rows[some], line, np.ones_like(some)))
             self._show(watched.rows[some], line, np.ones_like(some), later, ~watched.decodes[some])
         return np.unique(np.concatenate(wrong))
 
     def priorities(self, rows: Ints) -> tuple[PolicyBatch, NDArray[np.floating] | Ints]:
-        """The live tokens of requests that have no holes, and the priority of each.
+        """The live tokens of these requests, and the priority of each.
 
         Raises:
             ValueError: one sentence, for a policy that does not return one number per token.
@@ -246,10 +245,24 @@ class ScoreKeeper:
         return rows[wrong]
 
     def _live(self, rows: Ints) -> tuple[Ints, Ints, Ints]:
-        """(row, logical id) of every live token and the number per request; without holes they come first."""
-        live = self._table.num_live[rows]
-        owner = np.repeat(rows, live)
-        return owner, self._table.logical_at[owner, ranges(np.zeros_like(live), live)].astype(np.int64), live
+        """(row, logical id) of every live token, along its request's blocks, and the number per request."""
+        table, live = self._table, self._table.num_live[rows]
+        if table.recycling:  # dense: they come first
+            owner = np.repeat(rows, live)
+            return owner, table.logical_at[owner, ranges(np.zeros_like(live), live)].astype(np.int64), live
+        at = table.logical_at[rows, : int(table.end[rows].max(initial=0))]
+        request, position = np.nonzero(at != HOLE)
+        return rows[request], at[request, position].astype(np.int64), live
+
+    def _of_live(self, watched: _Watched, mass: Floats) -> Floats:
+        """The masses without those of holes."""
+        table, queries = self._table, watched.queries
+        if table.recycling:
+            return mass
+        lines = queries.count if self._needs.each_query else np.ones_like(queries.count)
+        owner, attended = np.repeat(watched.rows, lines), np.repeat(queries.attended, lines)
+        positions = ranges(np.zeros_like(attended), attended)
+        return mass[table.logical_at[np.repeat(owner, attended), positions] != HOLE]
 
     def _remembered(self, owner: Ints, tokens: Ints) -> tuple[Floats, Floats]:
         """State and key norm of each token; zeros for a policy that needs neither."""

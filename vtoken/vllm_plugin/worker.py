@@ -1,34 +1,38 @@
 """One worker's part: which tokens die, where the survivors lie, and where the next token is written."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vtoken.config import VTokenConfig
-from vtoken.core.observed import ObservedQueries
+from vtoken.core.observed import AttendedQueries, QueryRuns
 from vtoken.core.ragged import Ints, offsets_of, ranges
-from vtoken.core.reclamation import FillReclamation
+from vtoken.core.reclamation import (
+    FillReclamation,
+    NaiveReclamation,
+    PackReclamation,
+    Reclamation,
+)
 from vtoken.core.selection import select_victims
-from vtoken.core.token_table import TokenTable
+from vtoken.core.token_table import HOLE, TokenTable
 from vtoken.core.trace import Incarnation, Trace
+from vtoken.kernels.copy_engine import CopyEngine
 from vtoken.policies import load_policy
 from vtoken.vllm_plugin.protocol import StepPlan, StepReport
 from vtoken.vllm_plugin.ranks import Ranks
 from vtoken.vllm_plugin.scores import KeyNorms, Observer, ScoreKeeper
-
-Relocate = Callable[[Ints, Ints], None]
-"""(source slots, destination slots) -> None"""
 
 
 @dataclass(frozen=True)
 class Placement:
     """Where the tokens of a forward go.
 
-    ``index`` [R] are the requests' places in the batch, ``length`` [R] their tokens in the cache including the new
-    ones, for those requests that passed the step's checks. ``tokens`` and ``slots`` [N] are the new tokens' places in
-    the batch's flat arrays and their slots; tokens of the other requests go to vLLM's null block, which nobody reads.
+    ``index`` [R] are the requests' places in the batch, ``length`` [R] the positions that attention reads, the new
+    tokens' included, for those requests that passed the step's checks. ``tokens`` and ``slots`` [N] are the new tokens'
+    places in the batch's flat arrays and their slots; tokens of the other requests go to vLLM's null block, which
+    nobody reads.
     """
 
     index: Ints
@@ -43,8 +47,9 @@ class EvictionWorker:
     Args:
         config: the engine's settings.
         block_size: slots per block.
-        relocate: copies K/V between slots, in all layers.
-        observer, key_norms: measure what the policy needs, if it needs anything.
+        copies: copies K/V between slots, in all layers.
+        observer: attends queries of requests with holes, and measures attention, if there can be either.
+        key_norms: measures keys, for policies that look at them.
         ranks: the other workers of the same model.
     """
 
@@ -52,23 +57,28 @@ class EvictionWorker:
         self,
         config: VTokenConfig,
         block_size: int,
-        relocate: Relocate,
+        copies: CopyEngine,
         observer: Observer | None = None,
         key_norms: KeyNorms | None = None,
         ranks: Ranks | None = None,
     ) -> None:
-        self.table = TokenTable(block_size)
+        self.table = TokenTable(block_size, recycling=config.reclaim == "fill")
         self._config = config
         self._scores = ScoreKeeper(self.table, load_policy(config), config.score_interval, observer, key_norms, ranks)
         self._ranks = ranks or Ranks()
-        self._reclamation = FillReclamation(self.table)
-        self._relocate = relocate
+        self._observer = observer
+        self._reclamation = _reclamation(config, self.table)
+        self._copies = copies
         self._traces: dict[str, Trace] = {}
         self._plan: StepPlan | None = None
         self._report: StepReport | None = None
         self._healthy = np.empty(0, dtype=np.int64)
         self._rows = np.empty(0, dtype=np.int64)
         self._new_tokens = (self._rows, self._rows, self._rows)
+
+    def wait_for_copies(self) -> None:
+        """Nothing may touch the cache in a step, not even to clear a block, before the last one's copies are done."""
+        self._copies.wait()
 
     def begin_step(self, plan: StepPlan, ended: Iterable[str], started: Mapping[str, Sequence[int] | None]) -> None:
         """Take up a plan. ``ended`` requests lost their cache; ``started`` ones, by prompt, begin with an empty one.
@@ -103,23 +113,24 @@ class EvictionWorker:
         ok, failed = np.flatnonzero(~wrong), index[wrong]
         self._healthy, rows, index = ok, rows[ok], index[ok]
         slots = self.table.sync_new_tokens(rows, batch_blocks[index], num_blocks[ok], counts.new_tokens[ok])
-        new_tokens, length = counts.new_tokens[ok], self.table.num_live[rows]
+        new_tokens, length = counts.new_tokens[ok], self.table.end[rows]
         tokens = ranges(starts[index], new_tokens)
         if self._scores.remembers:
             owner, logical = np.repeat(rows, new_tokens), ranges(self.table.length[rows] - new_tokens, new_tokens)
             self._new_tokens = (owner, logical, slots)
             self._scores.follow(owner, logical)
-            self._watch(index, starts, length, batch_blocks)
+        if self._observer is not None:
+            self._attend(index, starts, length, batch_blocks)
         if len(failed):
             stray = ranges(starts[failed], counts.new_tokens[wrong])
             tokens, slots = np.concatenate([tokens, stray]), np.concatenate([slots, np.zeros_like(stray)])
         return Placement(index, length, tokens, slots)
 
-    def evict(self) -> list[tuple[str, int]]:
-        """After the forward: choose victims, fill holes, release blocks.
+    def evict(self) -> dict[str, list[int]]:
+        """After the forward: choose victims, reclaim blocks, order the copies that this takes.
 
         Returns:
-            (request, blocks it keeps) for every request that gives blocks back.
+            the blocks of every request whose blocks have changed.
         """
         assert self._plan is not None and self._report is not None
         counts = self._plan.counts
@@ -128,10 +139,13 @@ class EvictionWorker:
             self._refuse_attention(row)
         dying = self._healthy[counts.evict[self._healthy] > 0]
         victims = self._choose_victims(dying) if len(dying) else np.empty(0, dtype=np.int64)
-        released = self._forget(dying, victims) if len(dying) else []
+        if len(dying):
+            self.table.evict_tokens(np.repeat(self._rows[dying], counts.evict[dying]), victims)
+            self._report.evicted += len(victims)
+        changed = self._reclaim(dying) if len(dying) or self._plan.granted else {}
         if self._config.record_trace:
             self._record(dying, victims)
-        return released
+        return changed
 
     def take_report(self) -> StepReport:
         """The report of the step under way; the next step needs a new plan."""
@@ -161,21 +175,25 @@ class EvictionWorker:
             )
         return wrong
 
-    def _watch(self, index: Ints, starts: Ints, length: Ints, batch_blocks: NDArray[np.int32]) -> None:
-        """Tell what the coming forward has to observe; ``index`` and ``length`` run over the healthy requests."""
-        assert self._plan is not None
-        counts, ok = self._plan.counts, self._healthy
-        count = (counts.new_tokens - counts.observe_from)[ok]
-        seen = np.flatnonzero(count)
-        queries = ObservedQueries(
-            index[seen],
-            starts[index[seen]] + counts.observe_from[ok[seen]],
-            count[seen],
-            length[seen],
-            whole=int(count.sum()) == int(counts.new_tokens.sum()),
+    def _attend(self, index: Ints, starts: Ints, length: Ints, batch_blocks: NDArray[np.int32]) -> None:
+        """Tell what our kernels have to attend and observe; ``index`` and ``length`` run over the healthy requests."""
+        assert self._plan is not None and self._observer is not None
+        counts, ok, table = self._plan.counts, self._healthy, self.table
+        rows, new_tokens = self._rows[ok], counts.new_tokens[ok]
+        looks_from = counts.observe_from[ok]
+        seen, holed = np.flatnonzero(looks_from < new_tokens), np.flatnonzero(table.num_live[rows] < length)
+        observed = QueryRuns(
+            index[seen], starts[index[seen]] + looks_from[seen], (new_tokens - looks_from)[seen], length[seen]
         )
+        queries = AttendedQueries(
+            observed,
+            QueryRuns(index[holed], starts[index[holed]], new_tokens[holed], length[holed]),
+            table.logical_at[rows[holed], : int(length[holed].max(initial=0))] != HOLE,
+            total=int(counts.new_tokens.sum()),
+        )
+        self._observer.begin(queries, batch_blocks)
         here = ok[seen]
-        self._scores.watch(self._rows[here], counts.decodes[here], counts.ends_part[here], queries, batch_blocks)
+        self._scores.watch(rows[seen], counts.decodes[here], counts.ends_part[here], observed)
 
     def _refuse_attention(self, row: int) -> None:
         assert self._plan is not None and self._report is not None
@@ -201,20 +219,21 @@ class EvictionWorker:
         )
         return self._ranks.agree(victims)
 
-    def _forget(self, dying: Ints, victims: Ints) -> list[tuple[str, int]]:
+    def _reclaim(self, dying: Ints) -> dict[str, list[int]]:
         assert self._plan is not None and self._report is not None
-        table, counts = self.table, self._plan.counts
-        rows, evict = self._rows[dying], counts.evict[dying]
-        table.evict_tokens(np.repeat(rows, evict), victims)
-        self._report.evicted += len(victims)
-        if (evict > counts.next_tokens[dying]).any():  # otherwise recycling alone keeps everyone dense
-            plan = self._reclamation.plan(rows, evict, counts.next_tokens[dying])
-            moves = plan.moves
-            self._relocate(table.slots(moves.rows, moves.sources), table.slots(moves.rows, moves.destinations))
-            self._reclamation.commit(plan)
-            self._report.moved += len(moves)
-        gives = dying[counts.keep_blocks[dying] < counts.num_blocks[dying]].tolist()
-        return [(self._plan.req_ids[i], int(counts.keep_blocks[i])) for i in gives]
+        counts = self._plan.counts
+        reclaimed = self._reclamation.reclaim(
+            self._rows[dying], counts.evict[dying], counts.next_tokens[dying], self._plan.granted
+        )
+        self._copies.launch(reclaimed.sources, reclaimed.destinations)
+        self._report.moved += reclaimed.moved
+        names = self.table.req_ids_of(reclaimed.rows)
+        self._report.changes = {
+            name: reclaimed.changes[row]
+            for name, row in zip(names, reclaimed.rows.tolist(), strict=True)
+            if row in reclaimed.changes
+        }
+        return {name: self.table.block_ids(name) for name in names}
 
     def _record(self, dying: Ints, victims: Ints) -> None:
         assert self._plan is not None
@@ -225,3 +244,9 @@ class EvictionWorker:
             life.new_tokens.append(int(self._plan.counts.new_tokens[i]))
             life.victims.append(sorted(taken.get(i, [])))
             life.num_blocks.append(int(self._plan.counts.num_blocks[i]))
+
+
+def _reclamation(config: VTokenConfig, table: TokenTable) -> Reclamation:
+    if config.reclaim == "pack":
+        return PackReclamation(table, config.pack_blocks)
+    return NaiveReclamation(table) if config.reclaim == "none" else FillReclamation(table)
