@@ -4,11 +4,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from engines import Answer, Job, generate, prompts, running
 
 from vtoken.config import VTokenConfig
+from vtoken.core.token_table import HOLE
 from vtoken.kernels.layout import vec_views
 
 S = 32
@@ -28,7 +30,7 @@ class Poisoner:
         self._runner._model_forward = self._forward
         layers = self._runner.compilation_config.static_forward_context.values()
         self._caches = [vec_views(layer.kv_cache) for layer in layers]
-        self.slots = self.blocks = 0
+        self.slots = self.blocks = self.holes = 0
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         runner, batch = self._runner, self._runner.input_batch
@@ -39,6 +41,10 @@ class Poisoner:
         for row in range(len(batch.req_ids)):
             blocks = table.block_table.np[row, : table.num_blocks_per_row[row]].tolist()
             length = int(runner.seq_lens[row])
+            mine = runner.vtoken.table.rows([batch.req_ids[row]])[0]
+            holes = np.flatnonzero(runner.vtoken.table.logical_at[mine, :length] == HOLE).tolist()
+            self.holes += len(holes)
+            tails += [(blocks[p // S], p % S) for p in holes]
             tails += [(blocks[p // S], p % S) for p in range(length, len(blocks) * S)]
             if self._spoil:
                 tails.append((blocks[0], 0))
@@ -68,14 +74,18 @@ def run(model: Path, config: VTokenConfig, watch: Any = None, **engine_args: Any
         {"policy": "scissorhands", "interval": 5},
         {"policy": "snapkv", "score_layers": [1]},
         {"policy": "key_norm", "budget": 45},
+        {"policy": "random", "reclaim": "none"},
+        {"policy": "h2o", "reclaim": "pack", "check_interval": 1, "low_watermark": 1.0, "headroom": 0.1},
+        {"policy": "snapkv", "reclaim": "none", "prefill_evict": "chunked", "prefill_chunk": 40},
     ],
-    ids=["stock kernel", "h2o", "chunked", "each query", "one layer", "key norms"],
+    ids=["stock kernel", "h2o", "chunked", "each query", "one layer", "key norms", "holes", "packed", "holed prompt"],
 )
 def test_logits_are_bit_identical(tiny: Tiny, options: dict) -> None:
     config = VTokenConfig(**{"budget": 50, "sinks": 4, "recent": 32, **options})
     clean, _ = run(tiny("llama-gqa"), config)
     poisoned, poisoner = run(tiny("llama-gqa"), config, Poisoner)
     assert poisoner.slots > 1000 and poisoner.blocks > 1000
+    assert (poisoner.holes > 100) == (config.reclaim != "fill")
     assert {r: a.token_ids for r, a in poisoned.items()} == {r: a.token_ids for r, a in clean.items()}
     assert {r: a.logits for r, a in poisoned.items()} == {r: a.logits for r, a in clean.items()}
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from vtoken.core.planner import Plan
+from vtoken.core.planner import Packing, Plan
 from vtoken.core.ragged import Ints
 from vtoken.core.token_table import DEAD, HOLE, TokenTable
 
@@ -87,6 +87,26 @@ def check_plan(plan: Plan, table: TokenTable) -> None:
             if table.logical_at[row, p] != HOLE and (row, p) not in moved
         ]
         _require(not stay, f"I4: row {row} gives up a block with live tokens at {stay}")
+
+
+def check_packing(packing: Packing, table: TokenTable) -> None:
+    """I4 for `pack`: blocks become strictly fewer, none of the sources is named twice or still filled, all fits."""
+    row, sources, size = packing.row, packing.sources, table.block_size
+    full = int(table.end[row]) // size
+    _require((np.diff(sources) > 0).all(), f"I4: row {row} names a source twice, or out of order")
+    _require(
+        len(sources) > 0 and sources[0] >= 0 and sources[-1] < min(full, int(table.num_blocks[row])),
+        f"I4: row {row} packs a block that is not full: {sources.tolist()} of {full}",
+    )
+    _require(
+        packing.destinations < len(sources),
+        f"I4: row {row} packs {len(sources)} blocks into {packing.destinations}",
+    )
+    live = int(table.live_in_block[row, sources].sum())
+    _require(
+        live <= packing.destinations * size,
+        f"I4: row {row} packs {live} live tokens into {packing.destinations} blocks",
+    )
 
 
 def _require(condition: bool | np.bool_, message: str) -> None:

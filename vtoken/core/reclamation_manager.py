@@ -22,10 +22,10 @@ class ReclamationManager:
     """
 
     def __init__(self, config: VTokenConfig, pool_blocks: int, block_size: int) -> None:
-        self.headroom = math.ceil(config.headroom * pool_blocks)
+        self.headroom = math.ceil(_exact(config.headroom * pool_blocks))
         self.looks = self.grants = self.deferrals = 0
         self._config = config
-        self._pool_blocks = pool_blocks
+        self._low_watermark = _exact(config.low_watermark * pool_blocks)
         self._block_size = block_size
         self._steps = 0
         self._last_waste = 0.0
@@ -41,14 +41,14 @@ class ReclamationManager:
             free_blocks: in the pool.
         """
         self._steps += 1
-        waste = 1 - live_tokens / (held_blocks * self._block_size) if held_blocks else 0.0
+        waste = _exact(1 - live_tokens / (held_blocks * self._block_size)) if held_blocks else 0.0
         rise = self._config.sudden_rise
-        sudden = rise is not None and waste - self._last_waste >= rise
+        sudden = rise is not None and _exact(waste - self._last_waste) >= rise
         if self._pending or not (sudden or self._gaining or self._steps % self._config.check_interval == 0):
             return 0
         self.looks += 1
         self._last_waste = waste
-        few = free_blocks <= self._config.low_watermark * self._pool_blocks or self._refused or sudden
+        few = free_blocks <= self._low_watermark or self._refused or sudden
         self._refused = self._gaining = False
         if waste <= self._config.theta_f or not few:
             return 0
@@ -76,3 +76,8 @@ class ReclamationManager:
         if wanted + self.headroom > free_blocks:
             self._refused = True
         return self.headroom
+
+
+def _exact(value: float) -> float:
+    """A product such as 0.29 * 100 ends up a rounding error beside the number that was meant."""
+    return round(value, 9)

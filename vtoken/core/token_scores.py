@@ -1,5 +1,8 @@
 """What is remembered of each token beside its slot."""
 
+import zlib
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -7,6 +10,12 @@ from vtoken.core.ragged import Ints
 from vtoken.core.token_table import TokenTable
 
 Floats = NDArray[np.float32]
+
+
+def prompt_hash(prompt: Sequence[int] | None) -> int:
+    """A number in [0, 2**31) that depends on the tokens of a prompt alone."""
+    tokens = np.asarray(prompt if prompt is not None else (), dtype=np.int64)
+    return zlib.crc32(tokens.tobytes()) & (2**31 - 1)
 
 
 class TokenScores:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from vtoken.core.ragged import Ints
+from vtoken.kernels.decode_attention import live_positions
 from vtoken.kernels.layout import positions_of
 
 
@@ -40,6 +41,7 @@ def attention_mass_reference(
     scale: float,
     decay: float,
     mass: Tensor,
+    live: Tensor | None = None,
 ) -> None:
     """Add to ``mass`` the probability that the queries' heads give to each position they attend.
 
@@ -51,7 +53,8 @@ def attention_mass_reference(
     where ``weight_j = decay ** (count - 1 - j)`` if stride is 0, and 1 otherwise: a running score that fades by
     ``decay`` per query, of which the last counts in full. The positions are found as in
     ``decode_attention_reference``, and here too the compiled versions differ in the lane of ``mass`` alone and
-    what lies beyond a query's context has no influence.
+    what lies beyond a query's context has no influence. Nor has what the slots of positions hold that are not
+    ``live``; their probability is exactly 0.
 
     Args:
         query: [T, Hq, D].
@@ -61,6 +64,8 @@ def attention_mass_reference(
         scale: what a product of query and key is multiplied by, usually D ** -0.5.
         decay: 0 < decay <= 1.
         mass: float32 [lanes, N], added to, never cleared; the reference uses lane 0.
+        live: bool [R, P], P >= the most positions attended, True where a position takes part, at least once within
+            each query's context; None: all do.
     """
     group = query.shape[1] // key_cache.shape[2]
     fields = (segments.first, segments.count, segments.context, segments.row, segments.offset, segments.stride)
@@ -68,6 +73,7 @@ def attention_mass_reference(
         keys = positions_of(key_cache, block_table[row], context + count - 1).float().repeat_interleave(group, dim=1)
         for j in range(count):
             length, start = context + j, offset + j * stride
-            scores = scale * torch.einsum("hd,phd->hp", query[first + j].float(), keys[:length])
+            at = live_positions(live, row, length, query.device)
+            scores = scale * torch.einsum("hd,phd->hp", query[first + j].float(), keys[at])
             weight = decay ** (count - 1 - j) if stride == 0 else 1.0
-            mass[0, start : start + length] += weight * torch.softmax(scores, dim=1).sum(dim=0)
+            mass[0, start + at] += weight * torch.softmax(scores, dim=1).sum(dim=0)

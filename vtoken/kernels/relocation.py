@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,7 +19,8 @@ def relocate_reference(cache: Tensor, layout: BlockLayout, sources: Tensor, dest
     Args:
         cache: all layers, shape [layers, blocks, numbers per block], any strides.
         layout: where a token's numbers lie in a block.
-        sources, destinations: slots (block * S + offset), shape [M]; no slot is named twice.
+        sources, destinations: slots (block * S + offset), shape [M]. No destination is named twice, and no slot is
+            both; a source may be copied to several places.
     """
     size = layout.block_size
     values = cache[:, (sources // size)[:, None], layout.elements[sources % size]]
@@ -42,7 +44,10 @@ class Relocator:
         self._relocate = _version_for(cache, layout)
 
     def __call__(self, sources: Ints, destinations: Ints) -> None:
-        """Copy M tokens from slots to slots, shape [M] each; no slot is named twice."""
+        """Copy tokens from slots to slots, as ``relocate_reference`` does; int64, shape [M] each.
+
+        On a GPU the copies are ordered on the current stream, and the host does not wait for them.
+        """
         self._relocate(sources, destinations)
 
 
@@ -60,7 +65,11 @@ def _version_for(cache: Tensor, layout: BlockLayout) -> Relocate:
 
     def relocate(sources: Ints, destinations: Ints) -> None:
         if len(sources):
-            slots = (torch.from_numpy(each).to(device, non_blocking=True) for each in (sources, destinations))
-            on_device(bits_of(cache), layout, *slots)
+            slots = torch.from_numpy(np.stack([sources, destinations]))
+            if device.type == "cuda":
+                # From any other memory the upload would wait for what the stream has still to do. torch hands out
+                # neither this memory nor that of the copy again before this stream is through with them.
+                slots = slots.pin_memory()
+            on_device(bits_of(cache), layout, *slots.to(device, non_blocking=True))
 
     return relocate

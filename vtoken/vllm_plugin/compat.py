@@ -6,11 +6,13 @@ Written against vLLM 0.32. A new vLLM version is a change of this file.
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import asdict
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from vllm.distributed import get_tp_group
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
@@ -31,6 +33,7 @@ from vtoken.core.token_scores import Floats
 from vtoken.core.trace import Trace
 from vtoken.kernels.copy_engine import copy_engine_for
 from vtoken.kernels.cpu.observer import AttentionObserver
+from vtoken.kernels.digest import digest
 from vtoken.kernels.key_norms import KeyNorms
 from vtoken.kernels.layout import BlockLayout, check_vec_layout, probe_layout, vec_views
 from vtoken.kernels.relocation import Relocator
@@ -272,7 +275,12 @@ def _eviction_worker(vllm_config: Any, layers: list[Any], spec: EvictableAttenti
     key_norms = KeyNorms(cache, layout, spec.num_kv_heads, spec.head_size) if needs.key_norms else None
     ranks = TensorParallelRanks() if vllm_config.parallel_config.tensor_parallel_size > 1 else Ranks()
     copies = copy_engine_for(cache.device.type, Relocator(cache, layout), config.copies)
-    return EvictionWorker(config, spec.block_size, copies, observer, key_norms, ranks)
+    digests = partial(_digests, cache, layout) if config.verify else None
+    return EvictionWorker(config, spec.block_size, copies, observer, key_norms, ranks, digests)
+
+
+def _digests(cache: torch.Tensor, layout: BlockLayout, slots: Ints) -> NDArray[np.int64]:
+    return digest(cache, layout, torch.from_numpy(slots).to(cache.device)).cpu().numpy()
 
 
 class TensorParallelRanks(Ranks):

@@ -1,6 +1,5 @@
 """What the policy is told: the attention of observed queries and the norms of keys, token by token."""
 
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Protocol, TypeVar
@@ -10,7 +9,7 @@ from numpy.typing import NDArray
 
 from vtoken.core.observed import AttendedQueries, QueryRuns
 from vtoken.core.ragged import Ints, offsets_of, ranges, segment_ids
-from vtoken.core.token_scores import Floats, TokenScores
+from vtoken.core.token_scores import Floats, TokenScores, prompt_hash
 from vtoken.core.token_table import HOLE, TokenTable
 from vtoken.policies import Needs, Observation, Policy, PolicyBatch
 from vtoken.vllm_plugin.ranks import Ranks
@@ -102,8 +101,7 @@ class ScoreKeeper:
 
     def start(self, row: int, prompt: Sequence[int] | None) -> None:
         """A request begins in this row of the table, with an empty cache."""
-        tokens = np.asarray(prompt if prompt is not None else (), dtype=np.int64)
-        self._scores.start(row, zlib.crc32(tokens.tobytes()) & (2**31 - 1))
+        self._scores.start(row, prompt_hash(prompt))
 
     def follow(self, rows: Ints, tokens: Ints) -> None:
         """New tokens have a slot, shape [N] each."""

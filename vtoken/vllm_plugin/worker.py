@@ -23,6 +23,7 @@ from vtoken.policies import load_policy
 from vtoken.vllm_plugin.protocol import StepPlan, StepReport
 from vtoken.vllm_plugin.ranks import Ranks
 from vtoken.vllm_plugin.scores import KeyNorms, Observer, ScoreKeeper
+from vtoken.vllm_plugin.verification import Digests, Verifier
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class EvictionWorker:
         observer: attends queries of requests with holes, and measures attention, if there can be either.
         key_norms: measures keys, for policies that look at them.
         ranks: the other workers of the same model.
+        digests: reads the cache for ``verify``.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class EvictionWorker:
         observer: Observer | None = None,
         key_norms: KeyNorms | None = None,
         ranks: Ranks | None = None,
+        digests: Digests | None = None,
     ) -> None:
         self.table = TokenTable(block_size, recycling=config.reclaim == "fill")
         self._config = config
@@ -69,6 +72,8 @@ class EvictionWorker:
         self._observer = observer
         self._reclamation = _reclamation(config, self.table)
         self._copies = copies
+        self._verifier = Verifier(self.table, digests) if digests is not None else None
+        self._faults: dict[str, str] = {}
         self._traces: dict[str, Trace] = {}
         self._plan: StepPlan | None = None
         self._report: StepReport | None = None
@@ -79,6 +84,8 @@ class EvictionWorker:
     def wait_for_copies(self) -> None:
         """Nothing may touch the cache in a step, not even to clear a block, before the last one's copies are done."""
         self._copies.wait()
+        if self._verifier is not None:
+            self._faults = self._verifier.faults()
 
     def begin_step(self, plan: StepPlan, ended: Iterable[str], started: Mapping[str, Sequence[int] | None]) -> None:
         """Take up a plan. ``ended`` requests lost their cache; ``started`` ones, by prompt, begin with an empty one.
@@ -87,12 +94,13 @@ class EvictionWorker:
         """
         for req_id in ended:
             self.table.drop_request(req_id)
+            self._faults.pop(req_id, None)
         for req_id, prompt in started.items():
             self.table.drop_request(req_id)
             self._scores.start(self.table.add_request(req_id), prompt)
             if self._config.record_trace:
                 self._traces.setdefault(req_id, Trace()).incarnations.append(Incarnation())
-        self._plan, self._report = plan, StepReport(plan.step)
+        self._plan, self._report = plan, StepReport(plan.step, errors=dict(self._faults))
 
     def place_tokens(
         self, index: Ints, batch_blocks: NDArray[np.int32], batch_num_blocks: Ints, starts: Ints
@@ -167,13 +175,14 @@ class EvictionWorker:
         plan, counts, table = self._plan, self._plan.counts, self.table
         live, epoch = np.where(rows >= 0, table.num_live[rows], 0), np.where(rows >= 0, table.epoch[rows], 0)
         wrong = (rows < 0) | (live != counts.length) | (epoch != counts.epoch) | (num_blocks != counts.num_blocks)
+        damaged = np.array([req_id in self._faults for req_id in plan.req_ids]) if self._faults else wrong
         for i in np.flatnonzero(wrong).tolist():
             self._report.errors[plan.req_ids[i]] = (
                 f"vtoken: request {plan.req_ids[i]} was scheduled with {counts.length[i]} tokens, "
                 f"{counts.num_blocks[i]} blocks and epoch {counts.epoch[i]}, but the worker holds "
                 f"{live[i]} tokens, {num_blocks[i]} blocks and epoch {epoch[i]}."
             )
-        return wrong
+        return wrong | damaged
 
     def _attend(self, index: Ints, starts: Ints, length: Ints, batch_blocks: NDArray[np.int32]) -> None:
         """Tell what our kernels have to attend and observe; ``index`` and ``length`` run over the healthy requests."""
@@ -222,9 +231,13 @@ class EvictionWorker:
     def _reclaim(self, dying: Ints) -> dict[str, list[int]]:
         assert self._plan is not None and self._report is not None
         counts = self._plan.counts
+        if self._verifier is not None:
+            self._verifier.note()
         reclaimed = self._reclamation.reclaim(
             self._rows[dying], counts.evict[dying], counts.next_tokens[dying], self._plan.granted
         )
+        if self._verifier is not None:
+            self._verifier.capture()
         self._copies.launch(reclaimed.sources, reclaimed.destinations)
         self._report.moved += reclaimed.moved
         names = self.table.req_ids_of(reclaimed.rows)

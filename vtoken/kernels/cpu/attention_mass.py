@@ -23,6 +23,9 @@ from vtoken.kernels.cpu.parts import (
     check_mass,
     exponentials,
     float_rows,
+    live_exponentials,
+    live_maximum,
+    live_rows,
     load_queries,
     maximum,
     part_logits,
@@ -35,9 +38,9 @@ if TYPE_CHECKING:
     from vtoken.kernels.attention_mass import QuerySegments
 
 _LAYER = "query query_row query_head keys keys_block keys_head mass mass_lane"
-_STEP = "table table_row tiles lane_tiles lanes scratch scratch_lane"
+_STEP = "table table_row live live_row tiles lane_tiles lanes scratch scratch_lane"
 _ARGUMENTS = record_of(f"{_LAYER} {_STEP}", floats="factor decay")
-"""Addresses, and distances in bytes."""
+"""Addresses, and distances in bytes; ``live`` is read by masked kernels."""
 
 _TILE = record_of("first count context row offset stride head later")
 """Consecutive queries of a segment, for one KV head: the fields of ``QuerySegments`` as they are for the tile's first
@@ -100,7 +103,7 @@ class _Scratch:
 
 
 @lru_cache
-def _compile(shape: Shape, group: int) -> Any:
+def _compile(shape: Shape, group: int, masked: bool) -> Any:
     places = _Scratch(shape)
     rows, head_size, part_tokens, block_size = shape.rows, shape.head_size, shape.part, shape.block_size
     rows_at, parts_at, part_largest_at, part_numbers = places.rows, places.parts, places.part_largest, places.part
@@ -113,6 +116,7 @@ def _compile(shape: Shape, group: int) -> Any:
         """Add the mass of one tile to the lane."""
         keys = arguments.keys + tile.head * arguments.keys_head
         table = arguments.table + tile.row * arguments.table_row
+        live = arguments.live + tile.row * arguments.live_row
         for query in range(tile.count):
             load(
                 arguments.query + (tile.first + query) * arguments.query_row + tile.head * group * arguments.query_head,
@@ -138,12 +142,18 @@ def _compile(shape: Shape, group: int) -> Any:
                     for row in range(query * group, (query + 1) * group):
                         before = of_rows[row]
                         row_logits = address + 4 * row * part_tokens
-                        largest = maximum(row_logits, tokens, before)
+                        if masked:
+                            largest = live_maximum(row_logits, live + first, tokens, before)
+                        else:
+                            largest = maximum(row_logits, tokens, before)
                         if largest != before:
                             of_rows[row] = largest
                             of_rows[rows + row] *= exp2(before - largest)
                         part[part_largest_at + row] = largest
-                        of_rows[rows + row] += exponentials(row_logits, tokens, largest)
+                        if masked:
+                            of_rows[rows + row] += live_exponentials(row_logits, live + first, tokens, largest)
+                        else:
+                            of_rows[rows + row] += exponentials(row_logits, tokens, largest)
         for query in range(tile.count):
             weight = 1.0 if tile.stride != 0 else arguments.decay ** (tile.later - query)
             for row in range(query * group, (query + 1) * group):
@@ -187,6 +197,7 @@ class AttentionMass:
         key_cache: a layer's keys, [blocks, S, H, D], float32 or bfloat16: [D, S] per block and head, blocks and
             heads at any distance.
         num_query_heads: Hq, a multiple of H.
+        masked: ``plan`` may be given a mask, and what is compiled always reads one.
 
     Attributes:
         lanes: lanes of ``mass`` that are added to, one per thread.
@@ -195,14 +206,15 @@ class AttentionMass:
         ValueError: the cache's layout, dtype or sizes are not those of vLLM's CPU backend.
     """
 
-    def __init__(self, key_cache: Tensor, num_query_heads: int) -> None:
+    def __init__(self, key_cache: Tensor, num_query_heads: int, *, masked: bool = False) -> None:
         view_keys(key_cache)
         _, size, self._heads, head_size = key_cache.shape
         group = num_query_heads // self._heads
         self._per_tile = max(1, _ROWS // group)
         self._shape = Shape(size, head_size, self._per_tile * group, key_cache.dtype == torch.bfloat16)
         self._query_shape = (num_query_heads, head_size)
-        self._body = _compile(self._shape, group)
+        self._masked = masked
+        self._body = _compile(self._shape, group, masked)
         self.lanes = openmp.num_threads()
         self._arguments = np.zeros(1, dtype=_ARGUMENTS)
         self._address = self._arguments.ctypes.data
@@ -212,29 +224,36 @@ class AttentionMass:
         self._planned = self._queries_end = self._mass_end = 0
         self._kept: tuple[Any, ...] = ()
 
-    def plan(self, block_table: Any, segments: "QuerySegments") -> None:
-        """Divide a step's work among the threads; the block table is read again by each call.
+    def plan(self, block_table: Any, segments: "QuerySegments", live: Any = None) -> None:
+        """Divide a step's work among the threads; table and mask are read again by each call.
 
         Args:
             block_table: [R, W], int32.
             segments: which queries to look at, and where their mass goes.
+            live: bool [R, P], P >= the most positions attended, True where a position takes part; None: all do. The
+                keys of the others may be anything.
+
+        Raises:
+            ValueError: the mask is too small, or the object was built without ``masked``.
         """
         table = np.asarray(block_table, dtype=np.int32)
         tiles, lane_tiles = _divide(segments, self._heads, self.lanes, self._per_tile, self._shape)
-        positions = int((segments.context + segments.count - 1).max(initial=0))
+        length = segments.context + segments.count - 1
+        positions = int(length.max(initial=0))
+        mask = live_rows(live, int(segments.row.max(initial=-1)) + 1, positions, self._masked)
         places = _Scratch(self._shape)
         scratch_lane = places.parts + -(-positions // self._shape.part) * places.part
         if self._scratch.numel() < self.lanes * scratch_lane:
             self._scratch = torch.empty(self.lanes * scratch_lane)
         self._step[:] = (
-            *(table.ctypes.data, table.strides[0], tiles.ctypes.data, lane_tiles.ctypes.data),
-            *(self.lanes, self._scratch.data_ptr(), 4 * scratch_lane),
+            *(table.ctypes.data, table.strides[0], mask.ctypes.data, mask.strides[0]),
+            *(tiles.ctypes.data, lane_tiles.ctypes.data, self.lanes),
+            *(self._scratch.data_ptr(), 4 * scratch_lane),
         )
         self._planned = len(tiles)
         self._queries_end = int((segments.first + segments.count).max(initial=0))
-        length = segments.context + segments.count - 1
         self._mass_end = int((segments.offset + (segments.count - 1) * segments.stride + length).max(initial=0))
-        self._kept = (table, tiles, lane_tiles)
+        self._kept = (table, mask, tiles, lane_tiles)
 
     def __call__(self, query: Tensor, key_cache: Tensor, scale: float, decay: float, mass: Tensor) -> None:
         """Look at one layer's queries, with the arguments of ``attention_mass_reference``.

@@ -25,6 +25,9 @@ from vtoken.kernels.cpu.parts import (
     check_mass,
     exponentials,
     float_rows,
+    live_exponentials,
+    live_maximum,
+    live_rows,
     load_queries,
     maximum,
     part_logits,
@@ -39,9 +42,9 @@ _LAYER = (
     "query query_row query_head keys keys_block keys_head values values_block values_head output output_row "
     "output_head mass mass_lane"
 )
-_STEP = "table table_row mass_offsets pieces lane_pieces lanes divided scratch scratch_lane states"
+_STEP = "table table_row live live_row mass_offsets pieces lane_pieces lanes divided scratch scratch_lane states"
 _ARGUMENTS = record_of(f"{_LAYER} {_STEP}", floats="factor")
-"""Addresses, and distances in bytes. ``mass`` is 0 if there is none to add to."""
+"""Addresses, and distances in bytes. ``mass`` is 0 if there is none to add to; ``live`` is read by masked kernels."""
 
 _NO_MASS = 2**62
 """Numbers of mass that a plan without offsets asks for: more than there ever are."""
@@ -80,8 +83,13 @@ class _Scratch:
         return align(self.total + self.shape.rows)
 
 
-def _attending(shape: Shape) -> Any:
-    """Compile ``attend(arguments, piece, scratch)``, the first half of a piece's work."""
+def _attending(shape: Shape, masked: bool) -> Any:
+    """Compile ``attend(arguments, piece, scratch)``, the first half of a piece's work.
+
+    Until a live position is met, the largest logit is that of nothing, and with it the total stays 0: parts and whole
+    pieces of dead positions need no case of their own. Their blocks are read like any others, since skipping one
+    would leave the next to be waited for.
+    """
     places = _Scratch(shape)
     queries, head_size, part_tokens, block_size = shape.queries, shape.head_size, shape.part, shape.block_size
     parts_at, part_largest_at, part_numbers = places.parts, places.part_largest, places.part
@@ -95,6 +103,7 @@ def _attending(shape: Shape) -> Any:
         table = arguments.table + piece.request * arguments.table_row + 4 * piece.block
         keys = arguments.keys + piece.head * arguments.keys_head
         values = arguments.values + piece.head * arguments.values_head
+        live = arguments.live + piece.request * arguments.live_row + piece.block * block_size
         first_head = piece.head * queries
         load(
             arguments.query + piece.request * arguments.query_row + first_head * arguments.query_head,
@@ -120,7 +129,10 @@ def _attending(shape: Shape) -> Any:
             for row in range(queries):
                 before = state[largest_at + row]
                 row_logits = address + 4 * row * part_tokens
-                largest = maximum(row_logits, tokens, before)
+                if masked:
+                    largest = live_maximum(row_logits, live + first, tokens, before)
+                else:
+                    largest = maximum(row_logits, tokens, before)
                 if largest != before:
                     shrink = exp2(before - largest)
                     state[largest_at + row] = largest
@@ -128,7 +140,10 @@ def _attending(shape: Shape) -> Any:
                     for d in range(row * head_size, (row + 1) * head_size):
                         state[d] *= shrink
                 part[part_largest_at + row] = largest
-                state[total_at + row] += exponentials(row_logits, tokens, largest)
+                if masked:
+                    state[total_at + row] += live_exponentials(row_logits, live + first, tokens, largest)
+                else:
+                    state[total_at + row] += exponentials(row_logits, tokens, largest)
             add_values(address, values, arguments.values_block, blocks, tokens, sums, next_key)
 
     return attend
@@ -169,8 +184,10 @@ def _finishing(shape: Shape) -> Any:
                         output[d] = term if state == 0 else output[d] + term
         if arguments.mass == 0:
             return
-        offset = array_at(arguments.mass_offsets + 8 * piece.request, np.int64)[0] + piece.block * block_size
-        mass = arguments.mass + lane * arguments.mass_lane + 4 * offset
+        offset = array_at(arguments.mass_offsets, np.int64)[piece.request]
+        if offset < 0:
+            return
+        mass = arguments.mass + lane * arguments.mass_lane + 4 * (offset + piece.block * block_size)
         for first in range(0, piece.tokens, part_tokens):
             address = scratch + 4 * (parts_at + (piece.part + first // part_tokens) * part_numbers)
             part = floats_at(address)
@@ -183,8 +200,8 @@ def _finishing(shape: Shape) -> Any:
 
 
 @lru_cache
-def _compile(shape: Shape) -> Any:
-    attend, finish = _attending(shape), _finishing(shape)
+def _compile(shape: Shape, masked: bool) -> Any:
+    attend, finish = _attending(shape, masked), _finishing(shape)
     thread_number, team_size, barrier = openmp.thread_number, openmp.team_size, openmp.barrier
 
     @cfunc("void(voidptr)", error_model="numpy")
@@ -217,6 +234,8 @@ class DecodeAttention:
         key_cache, value_cache: a layer's cache, [blocks, S, H, D] each, float32 or bfloat16: per block and head K as
             [D, S] and V as [S, D], blocks and heads at any distance.
         num_query_heads: Hq, a multiple of H.
+        masked: ``plan`` may be given a mask. What is compiled then reads one always, so that a process compiles one
+            kernel, and those that never see a mask do not pay for it.
 
     Attributes:
         lanes: lanes of ``mass`` that are added to, one per thread.
@@ -225,12 +244,13 @@ class DecodeAttention:
         ValueError: the cache's layout, dtype or sizes are not those of vLLM's CPU backend.
     """
 
-    def __init__(self, key_cache: Tensor, value_cache: Tensor, num_query_heads: int) -> None:
+    def __init__(self, key_cache: Tensor, value_cache: Tensor, num_query_heads: int, *, masked: bool = False) -> None:
         view_keys(key_cache), view_values(value_cache)
         _, size, self._heads, head_size = key_cache.shape
         self._shape = Shape(size, head_size, num_query_heads // self._heads, key_cache.dtype == torch.bfloat16)
         self._places = _Scratch(self._shape)
-        self._body = _compile(self._shape)
+        self._masked = masked
+        self._body = _compile(self._shape, masked)
         self.lanes = openmp.num_threads()
         self._arguments = np.zeros(1, dtype=_ARGUMENTS)
         self._address = self._arguments.ctypes.data
@@ -240,13 +260,19 @@ class DecodeAttention:
         self._scratch = self._states = torch.empty(0)
         self._kept: tuple[Any, ...] = ()
 
-    def plan(self, lengths: Any, block_table: Any, mass_offsets: Any = None) -> None:
+    def plan(self, lengths: Any, block_table: Any, mass_offsets: Any = None, live: Any = None) -> None:
         """Divide a step's work among the threads; the tensors are read again by each call.
 
         Args:
             lengths: positions of each request, [R], at least 1 each.
             block_table: [R, W], int32.
-            mass_offsets: where each request's position 0 lies in ``mass``, [R]; None if no mass is wanted.
+            mass_offsets: where each request's position 0 lies in ``mass``, [R], or -1 if its mass is not wanted;
+                None if no mass is wanted.
+            live: bool [R, P], P >= the largest length, True where a position takes part; None: all do. The keys of
+                the others may be anything, their values anything finite.
+
+        Raises:
+            ValueError: the mask is too small, or the object was built without ``masked``.
         """
         lengths = np.asarray(lengths, dtype=np.int64)
         table = np.asarray(block_table, dtype=np.int32)
@@ -257,14 +283,16 @@ class DecodeAttention:
         if self._states.numel() < plan.states * self._places.state:
             self._states = torch.empty(plan.states * self._places.state)
         offsets = np.asarray(() if mass_offsets is None else mass_offsets, dtype=np.int64)
+        mask = live_rows(live, len(lengths), int(lengths.max(initial=0)), self._masked)
         self._step[:] = (
-            *(table.ctypes.data, table.strides[0], offsets.ctypes.data),
+            *(table.ctypes.data, table.strides[0], mask.ctypes.data, mask.strides[0], offsets.ctypes.data),
             *(plan.pieces.ctypes.data, plan.lane_pieces.ctypes.data, self.lanes, plan.divided),
             *(self._scratch.data_ptr(), 4 * scratch_lane, self._states.data_ptr()),
         )
         self._planned = len(lengths)
-        self._mass_end = int((offsets + lengths).max(initial=0)) if len(offsets) else _NO_MASS
-        self._kept = (plan, table, offsets)
+        ends = np.where(offsets < 0, 0, offsets + lengths) if len(offsets) else np.array([_NO_MASS])
+        self._mass_end = int(ends.max())
+        self._kept = (plan, table, mask, offsets)
 
     def __call__(
         self,

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from vtoken.kernels.cpu.vectors import LANES, array_at, bits_of, exp2, float_of, floats_at, tile_product, tile_shape
@@ -127,6 +128,28 @@ def check_mass(mass: Tensor, lanes: int, end: int) -> None:
 def align(numbers: int) -> int:
     """Rounded up to a cache line of float32, so that no two threads write to the same one."""
     return -(-numbers // 16) * 16
+
+
+def live_rows(live: Any, rows: int, positions: int, masked: bool) -> NDArray[np.bool_]:
+    """A mask as the kernels read it, the positions of a row contiguous: not copied if it is like that.
+
+    Args:
+        live: bool [rows or more, positions or more]; None if every position is live.
+        masked: the kernel was compiled to read a mask.
+
+    Raises:
+        ValueError: it was not, or the mask is too small; compiled code would reach beyond it.
+    """
+    if live is None:
+        return np.broadcast_to(np.ones(positions, dtype=np.bool_), (rows, positions))
+    if not masked:
+        raise ValueError("vtoken: this attention reads no mask of live positions; build it with masked=True.")
+    mask = np.asarray(live, dtype=np.bool_)
+    if mask.ndim != 2 or mask.shape[0] < rows or mask.shape[1] < positions:
+        raise ValueError(
+            f"vtoken: a mask of live positions of shape {mask.shape} has no room for {rows} rows of {positions}."
+        )
+    return mask if mask.strides[1] == 1 else np.ascontiguousarray(mask)
 
 
 @lru_cache
@@ -254,6 +277,31 @@ def exponentials(logits, count, largest):  # type: ignore[no-untyped-def]
     total = np.float32(0)
     for i in range(count):
         value = exp2(array[i] - largest)
+        array[i] = value
+        total += value
+    return total
+
+
+@njit(error_model="numpy")
+def live_maximum(numbers, live, count, least):  # type: ignore[no-untyped-def]
+    """``maximum`` of the numbers whose byte at ``live`` is not 0, whatever the others are."""
+    array, alive = floats_at(numbers), array_at(live, np.uint8)
+    start = _ordered(least)
+    largest = start
+    for i in range(count):
+        value = _ordered(array[i])
+        largest = max(largest, value if alive[i] != 0 else start)
+    return float_of(np.int32(largest ^ ((largest >> _SIGN) & _ALL_BUT_SIGN)))
+
+
+@njit(fastmath=_SUMS, error_model="numpy")
+def live_exponentials(logits, live, count, largest):  # type: ignore[no-untyped-def]
+    """``exponentials`` of the logits whose byte at ``live`` is not 0; the others become 0, even if they are NaN."""
+    array, alive = floats_at(logits), array_at(live, np.uint8)
+    total, nothing = np.float32(0), np.float32(0)
+    for i in range(count):
+        value = exp2(array[i] - largest)
+        value = value if alive[i] != 0 else nothing
         array[i] = value
         total += value
     return total

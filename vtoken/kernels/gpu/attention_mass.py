@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vtoken.kernels.attention_mass import QuerySegments
-from vtoken.kernels.gpu.tiles import tile_shape
+from vtoken.kernels.gpu.tiles import LOWEST, attended, mask_arguments, tile_shape
 
 
 @triton.jit
@@ -37,11 +37,11 @@ def load_segment(segments):
 
 @triton.jit
 def load_keys(
-    keys, key_stride_b, key_stride_s, key_stride_h, key_stride_d, table_row, position, end,
+    keys, key_stride_b, key_stride_s, key_stride_h, key_stride_d, table_row, position, inside,
     BLOCK_SIZE: tl.constexpr, HEAD_SIZE: tl.constexpr, HEAD_PAD: tl.constexpr,
 ):  # fmt: skip
-    """Keys of these positions, [HEAD_PAD, TILE]; 0 from ``end`` on."""
-    dimension, inside = tl.arange(0, HEAD_PAD), position < end
+    """Keys of these positions, [HEAD_PAD, TILE]; 0 where not inside."""
+    dimension = tl.arange(0, HEAD_PAD)
     block = tl.load(table_row + position // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
     place = block * key_stride_b + position % BLOCK_SIZE * key_stride_s + tl.program_id(1) * key_stride_h
     return tl.load(
@@ -79,6 +79,8 @@ def sum_queries(
     key_stride_d,
     block_table,
     table_stride,
+    live,
+    live_stride,
     segments,
     scale_log2,
     sums,
@@ -103,16 +105,17 @@ def sum_queries(
     end = context + tl.minimum(first_j + QUERIES, count) - 1
     seen = tl.minimum(context + j, end)
 
-    highest = tl.full([QUERIES * GROUP_PAD], float("-inf"), tl.float32)
+    highest = tl.full([QUERIES * GROUP_PAD], LOWEST, tl.float32)
     total = tl.zeros([QUERIES * GROUP_PAD], tl.float32)
     for start in range(0, end, TILE):
         position = start + tl.arange(0, TILE)
+        attending = attended(live, live_stride, table_row, position, end)
         key = load_keys(
             keys, key_stride_b, key_stride_s, key_stride_h, key_stride_d,
-            block_table + table_row * table_stride, position, end, BLOCK_SIZE, HEAD_SIZE, HEAD_PAD,
+            block_table + table_row * table_stride, position, attending, BLOCK_SIZE, HEAD_SIZE, HEAD_PAD,
         )  # fmt: skip
         logit = tl.dot(q, key, input_precision="ieee") * scale_log2
-        logit = tl.where(position[None, :] < seen[:, None], logit, float("-inf"))
+        logit = tl.where(attending[None, :] & (position[None, :] < seen[:, None]), logit, float("-inf"))
         new_highest = tl.maximum(highest, tl.max(logit, 1))
         total = total * tl.exp2(highest - new_highest) + tl.sum(tl.exp2(logit - new_highest[:, None]), 1)
         highest = new_highest
@@ -132,6 +135,8 @@ def add_mass(
     key_stride_d,
     block_table,
     table_stride,
+    live,
+    live_stride,
     segments,
     scale_log2,
     sums,
@@ -153,9 +158,10 @@ def add_mass(
     if start >= end:
         return
     position = start + tl.arange(0, TILE)
+    attending = attended(live, live_stride, table_row, position, end)
     key = load_keys(
         keys, key_stride_b, key_stride_s, key_stride_h, key_stride_d,
-        block_table + table_row * table_stride, position, end, BLOCK_SIZE, HEAD_SIZE, HEAD_PAD,
+        block_table + table_row * table_stride, position, attending, BLOCK_SIZE, HEAD_SIZE, HEAD_PAD,
     )  # fmt: skip
     row, turn = tl.arange(0, QUERIES * GROUP_PAD), tl.arange(0, QUERIES)
     member = row % GROUP_PAD
@@ -172,7 +178,7 @@ def add_mass(
         )
         whole = tl.load(sums + (first + j) * tl.num_programs(1) * GROUP + head, mask=inside, other=0)
         logit = tl.dot(q, key, input_precision="ieee") * scale_log2
-        visible = inside[:, None] & (position[None, :] < (context + j)[:, None])
+        visible = inside[:, None] & attending[None, :] & (position[None, :] < (context + j)[:, None])
         probability = tl.where(visible, tl.exp2(logit - whole[:, None]), 0.0)
         of_query = tl.sum(tl.reshape(probability, [QUERIES, GROUP_PAD, TILE]), 1)
         query_j = first_j + turn
@@ -196,8 +202,12 @@ def attention_mass(
     scale: float,
     decay: float,
     mass: Tensor,
+    live: Tensor | None = None,
 ) -> None:
-    """``attention_mass_reference``, with lane of ``mass`` = KV head; everything after the products is float32."""
+    """``attention_mass_reference``, with lane of ``mass`` = KV head; everything after the products is float32.
+
+    The positions of ``live`` are contiguous.
+    """
     if not len(segments.first):
         return
     tokens, query_heads, _ = query.shape
@@ -214,6 +224,7 @@ def attention_mass(
         *key_cache.stride(),
         block_table,
         block_table.stride(0),
+        *mask_arguments(live),
         torch.from_numpy(np.stack(fields)).to(query.device),
         scale / math.log(2),
         sums,

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vtoken.kernels.gpu.tiles import tile_shape
+from vtoken.kernels.gpu.tiles import LOWEST, attended, mask_arguments, tile_shape
 
 PROGRAMS = 1024
 """Wanted in a launch: several for each multiprocessor of a large device."""
@@ -47,6 +47,8 @@ def attend_part(
     value_stride_d,
     block_table,
     table_stride,
+    live,
+    live_stride,
     lengths,
     mass_offsets,
     scale_log2,
@@ -64,12 +66,13 @@ def attend_part(
 ):
     """One program per request, KV head and part: attention within the part.
 
-    Leaves logits[query head, offset + position] in units of log2, the part's normalised output
+    Leaves logits[query head, offset + position] in units of log2 if mass is wanted, the part's normalised output
     outputs[request, query head, part, dimension], and sums[request, query head, part], the log2 of its denominator.
     """
     request, kv_head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     start, end = part_of(tl.load(lengths + request).to(tl.int32), part, PARTS, TILE)
     offset = tl.load(mass_offsets + request).to(tl.int64)
+    kept_end = tl.where(offset >= 0, end, start)
     member, dimension = tl.arange(0, GROUP_PAD), tl.arange(0, HEAD_PAD)
     head = kv_head * GROUP + member
     in_group, in_head = member < GROUP, dimension < HEAD_SIZE
@@ -79,12 +82,12 @@ def attend_part(
         mask=in_group[:, None] & in_head[None, :],
         other=0,
     )
-    highest = tl.full([GROUP_PAD], float("-inf"), tl.float32)
+    highest = tl.full([GROUP_PAD], LOWEST, tl.float32)
     total = tl.zeros([GROUP_PAD], tl.float32)
     output = tl.zeros([GROUP_PAD, HEAD_PAD], tl.float32)
     for first in range(start, end, TILE):
         position = first + tl.arange(0, TILE)
-        inside = position < end
+        inside = attended(live, live_stride, request, position, end)
         block = tl.load(block_table + request * table_stride + position // BLOCK_SIZE, mask=inside, other=0).to(
             tl.int64
         )
@@ -98,12 +101,12 @@ def attend_part(
             other=0,
         )
         logit = tl.dot(q, key, input_precision="ieee") * scale_log2
+        logit = tl.where(inside[None, :], logit, float("-inf"))
         tl.store(
             logits + head[:, None].to(tl.int64) * logits_stride + offset + position[None, :],
             logit,
-            mask=in_group[:, None] & inside[None, :],
+            mask=in_group[:, None] & (position < kept_end)[None, :],
         )
-        logit = tl.where(inside[None, :], logit, float("-inf"))
         new_highest = tl.maximum(highest, tl.max(logit, 1))
         probability = tl.exp2(logit - new_highest[:, None])
         shrink = tl.exp2(highest - new_highest)
@@ -120,7 +123,7 @@ def attend_part(
         highest = new_highest
 
     line = (request * tl.num_programs(1) * GROUP + head) * PARTS + part
-    nonempty = tl.where(total > 0, total, 1)  # a part beyond the context: its weight is to be 0, its output no NaN
+    nonempty = tl.where(total > 0, total, 1)  # nothing live in the part: its weight is to be 0, its output no NaN
     tl.store(sums + line, tl.where(total > 0, highest + tl.log2(nonempty), float("-inf")), mask=in_group)
     tl.store(
         outputs + line[:, None] * HEAD_SIZE + dimension[None, :],
@@ -154,6 +157,7 @@ def join_parts(
     request, kv_head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     start, end = part_of(tl.load(lengths + request).to(tl.int32), part, PARTS, TILE)
     offset = tl.load(mass_offsets + request).to(tl.int64)
+    end = tl.where(offset >= 0, end, start)
     member = tl.arange(0, GROUP_PAD)
     head = kv_head * GROUP + member
     in_group = member < GROUP
@@ -198,8 +202,9 @@ def decode_attention(
     output: Tensor,
     mass: Tensor,
     mass_offsets: Tensor,
+    live: Tensor | None = None,
 ) -> None:
-    """``decode_attention_reference``, with lane of ``mass`` = KV head.
+    """``decode_attention_reference``, with lane of ``mass`` = KV head; the positions of ``live`` are contiguous.
 
     Logits, softmax and mass are float32. As in most fused kernels, a probability is rounded to the dtype of the values
     before it is multiplied with them. The number of parts depends on shapes alone, never on lengths: they stay on the
@@ -227,6 +232,7 @@ def decode_attention(
         *value_cache.stride(),
         block_table,
         block_table.stride(0),
+        *mask_arguments(live),
         lengths,
         mass_offsets,
         scale / math.log(2),

@@ -23,7 +23,10 @@ def copy_tokens(
     NUMBERS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """One program per move, layer and TILE of a token's numbers. No slot is named twice, so the order is free."""
+    """One program per move, layer and TILE of a token's numbers.
+
+    No destination is named twice and no slot is both, so the order is free.
+    """
     source, destination = tl.load(sources + tl.program_id(0)), tl.load(destinations + tl.program_id(0))
     layer = cache + tl.program_id(1).to(tl.int64) * layer_stride
     number = tl.program_id(2) * TILE + tl.arange(0, TILE)

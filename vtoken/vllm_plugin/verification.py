@@ -1,0 +1,103 @@
+"""``verify=True``: after every relocation, each live token must still be there, once, with its K/V unchanged."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vtoken.core.ragged import Ints
+from vtoken.core.token_table import TokenTable
+
+Digests = Callable[[Ints], NDArray[np.int64]]
+"""slots [M] -> a number per layer and token that depends on all bits of its K/V, [layers, M]"""
+
+
+@dataclass(frozen=True)
+class _Before:
+    """A request as it was before a relocation: its live tokens in logical order, their slots, [n], and [layers, n]."""
+
+    tokens: Ints
+    slots: Ints
+    digests: NDArray[np.int64]
+
+
+class Verifier:
+    """Compares what a request held before a relocation with what it holds when the copies are done (I1, I2).
+
+    Call ``note`` before the table changes, ``capture`` after that but before anything is copied, and ``faults`` when
+    the copies are done.
+
+    Args:
+        table: of the worker.
+        digests: reads the KV cache.
+        layers: names for the layers, in the order of ``digests``.
+    """
+
+    def __init__(self, table: TokenTable, digests: Digests, layers: list[str] | None = None) -> None:
+        self._table = table
+        self._digests = digests
+        self._layers = layers
+        self._noted: dict[str, tuple[Ints, Ints]] = {}
+        self._before: dict[str, _Before] = {}
+
+    def note(self) -> None:
+        """Remember where every live token lies."""
+        self._noted = {req_id: self._placed(req_id) for req_id in self._table.req_ids}
+
+    def capture(self) -> None:
+        """Read the K/V of the requests whose tokens or slots differ from what was noted, where it still lies."""
+        for req_id, (tokens, slots) in self._noted.items():
+            now, places = self._placed(req_id)
+            if not (np.array_equal(tokens, now) and np.array_equal(slots, places)):
+                self._before[req_id] = _Before(tokens, slots, self._digests(slots))
+
+    def faults(self) -> dict[str, str]:
+        """One sentence per request that a relocation has damaged; those that are over are passed over."""
+        before = {req_id: then for req_id, then in self._before.items() if req_id in self._table}
+        self._before = {}
+        found = self._doubled(before)
+        for req_id, then in before.items():
+            fault = self._fault(req_id, then)
+            if fault is not None:
+                found.setdefault(req_id, fault)
+        return found
+
+    def _placed(self, req_id: str) -> tuple[Ints, Ints]:
+        table, tokens = self._table, self._table.live_tokens(req_id)
+        rows = np.full(len(tokens), table.rows([req_id])[0])
+        return tokens, table.slots(rows, table.physical_of[rows, tokens].astype(np.int64))
+
+    def _fault(self, req_id: str, then: _Before) -> str | None:
+        tokens, slots = self._placed(req_id)
+        if not np.array_equal(tokens, then.tokens):
+            lost, gained = np.setdiff1d(then.tokens, tokens), np.setdiff1d(tokens, then.tokens)
+            return f"vtoken: I1: a relocation of request {req_id} lost tokens {lost} and brought up tokens {gained}."
+        wrong = np.argwhere(self._digests(slots) != then.digests)
+        if not len(wrong):
+            return None
+        layer, n = wrong[0].tolist()
+        name = self._layers[layer] if self._layers else str(layer)
+        return (
+            f"vtoken: I1: a relocation of request {req_id} changed the K/V of token {tokens[n]} in layer {name}: slot "
+            f"{slots[n]} does not hold what slot {then.slots[n]} held ({len(wrong)} such tokens and layers)."
+        )
+
+    def _doubled(self, requests: Iterable[str]) -> dict[str, str]:
+        """Requests of which a token shares its slot with another live token, of whichever request."""
+        requests = set(requests)
+        if not requests:
+            return {}
+        placed = [(req_id, *self._placed(req_id)) for req_id in self._table.req_ids]
+        slots = np.concatenate([slots for _, _, slots in placed])
+        taken, count = np.unique(slots, return_counts=True)
+        doubled = taken[count > 1]
+        found = {}
+        for req_id, tokens, slots in placed:
+            shared = np.flatnonzero(np.isin(slots, doubled))
+            if len(shared):
+                found[req_id] = (
+                    f"vtoken: I2: token {tokens[shared[0]]} of request {req_id} shares slot {slots[shared[0]]} with "
+                    "another live token."
+                )
+        return found
