@@ -3,6 +3,9 @@
 Ratios are vLLM's time over vtoken's, so that more than 1 is faster than vLLM. Both run in turns within each round, and
 a round's time is the median over its calls: on a machine with other work, ratios mean more than times. Decoding goes
 through as many layers' caches as it takes to be well beyond the last-level cache, up to a limit on memory.
+
+"Half live" is decoding over the same slots of which every other one on average is a hole. vLLM's kernel knows no holes
+and attends all of them. So does vtoken's own kernel without a mask; its time over the masked one's is the last column.
 """
 
 import argparse
@@ -72,6 +75,7 @@ class Result:
     ratio: float
     ratio_min: float
     ratio_max: float
+    ratio_to_unmasked: float | None
 
 
 class StockAttention:
@@ -132,7 +136,14 @@ def in_turns(calls: list[list[Callable[[], None]]], rounds: int, clock: Callable
 
 
 def result(
-    what: str, requests: int, tokens: int, caches: int, cache_bytes: int, stock: list[float], own: list[float]
+    what: str,
+    requests: int,
+    tokens: int,
+    caches: int,
+    cache_bytes: int,
+    stock: list[float],
+    own: list[float],
+    unmasked: list[float] | None = None,
 ) -> Result:
     ratios = [a / b for a, b in zip(stock, own, strict=True)]
     return Result(
@@ -146,6 +157,7 @@ def result(
         ratio=statistics.median(ratios),
         ratio_min=min(ratios),
         ratio_max=max(ratios),
+        ratio_to_unmasked=statistics.median(a / b for a, b in zip(unmasked, own, strict=True)) if unmasked else None,
     )
 
 
@@ -170,29 +182,39 @@ def measure_decode(
     outputs = [torch.empty_like(query) for _ in range(2)]
 
     stock = StockAttention(geometry, requests, tokens, 1, table)
-    own = DecodeAttention(*vec_views(first), geometry.query_heads)
-    own.plan(np.full(requests, tokens), table, np.arange(requests) * tokens)
-    mass = torch.zeros(own.lanes, requests * tokens)
+    dense, masked = (DecodeAttention(*vec_views(first), geometry.query_heads, masked=each) for each in (False, True))
+    mass = torch.zeros(dense.lanes, requests * tokens)
     views = [vec_views(cache) for cache in caches]
 
-    def attend(keys: Tensor, values: Tensor, mass: Tensor | None) -> None:
+    def attend(own: DecodeAttention, keys: Tensor, values: Tensor, mass: Tensor | None) -> None:
         own(query, keys, values, geometry.scale, outputs[1], mass)
 
+    def over_all(own: DecodeAttention, mass: Tensor | None) -> list[Callable[[], None]]:
+        return [lambda pair=pair: attend(own, *pair, mass) for pair in views]
+
+    planned = (np.full(requests, tokens), table, np.arange(requests) * tokens)
     stock(query, first, outputs[0])
-    attend(*views[0], None)
-    check(f"decode of {requests} x {tokens}", *outputs)
+    for own in (dense, masked):
+        own.plan(*planned)
+        attend(own, *views[0], None)
+        check(f"decode of {requests} x {tokens}", *outputs)
+    live = np.random.default_rng(0).random((requests, tokens)) < 0.5
+    live[:, -1] = True
+    masked.plan(*planned, live)
     times = in_turns(
         [
             [lambda cache=cache: stock(query, cache, outputs[0]) for cache in caches],
-            [lambda pair=pair: attend(*pair, mass) for pair in views],
-            [lambda pair=pair: attend(*pair, None) for pair in views],
+            *(over_all(own, wanted) for own in (dense, masked) for wanted in (mass, None)),
         ],
         arguments.rounds,
         clock,
     )
+    of = (requests, tokens, count, size, times[0])
     return [
-        result("decode and scores", requests, tokens, count, size, times[0], times[1]),
-        result("decode", requests, tokens, count, size, times[0], times[2]),
+        result("decode and scores", *of, times[1]),
+        result("decode", *of, times[2]),
+        result("decode and scores, half live", *of, times[3], times[1]),
+        result("decode, half live", *of, times[4], times[2]),
     ]
 
 
@@ -227,13 +249,14 @@ def measure_prefill(
 
 
 def show(console: Console, results: list[Result]) -> None:
-    table = Table("", "tokens", "caches", "MiB", "vLLM µs", "vtoken µs", "ratio", "min … max")
+    table = Table("", "tokens", "caches", "MiB", "vLLM µs", "vtoken µs", "ratio", "min … max", "unmasked")
     for column in table.columns:
         column.justify, column.no_wrap = "right", True
     for r in results:
         table.add_row(
             *(r.what, f"{r.requests} x {r.tokens}", str(r.caches), f"{r.cache_mib:.0f}"),
             *(f"{r.vllm_us:.0f}", f"{r.vtoken_us:.0f}", f"{r.ratio:.2f}", f"{r.ratio_min:.2f} … {r.ratio_max:.2f}"),
+            "" if r.ratio_to_unmasked is None else f"{r.ratio_to_unmasked:.2f}",
         )
     console.print(table)
     console.print("Ratio: vLLM's attention / vtoken's, median over rounds; more than 1 is faster than vLLM.")

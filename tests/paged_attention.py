@@ -86,3 +86,68 @@ def paged(
         key_cache[block, position % size] = keys[-1]
         value_cache[block, position % size] = values[-1]
     return Paged(query, key_cache, value_cache, block_table, torch.tensor(lengths), keys, values)
+
+
+PATTERNS = ("half", "late", "lone", "last", "all")
+
+
+def live_mask(pattern: str, lengths: list[int]) -> Tensor:
+    """Bool [R, more than the longest], something live within each length and everything beyond it.
+
+    Args:
+        pattern: "half" of the positions at random, none of the first 270 ("late", more than a part of any kernel), a
+            "lone" one in the middle, only the "last" one, or "all".
+    """
+    generator = torch.Generator().manual_seed(len(lengths))
+    live = torch.ones(len(lengths), max(lengths) + 5, dtype=torch.bool)
+    for row, length in zip(live, lengths, strict=True):
+        own = row[:length]
+        if pattern == "half":
+            own[:] = torch.rand(length, generator=generator) < 0.5
+            own[torch.randint(length, (), generator=generator)] = True
+        elif pattern == "late":
+            own[: min(270, length - 1)] = False
+        elif pattern == "lone":
+            own[: length // 2] = own[length // 2 + 1 :] = False
+        elif pattern == "last":
+            own[:-1] = False
+    return live
+
+
+def last_live(p: Paged, live: Tensor) -> Tensor:
+    """A mask of one position per request: the last one of ``live`` within its length."""
+    top = torch.zeros_like(live)
+    for row, own, length in zip(top, live, p.lengths.tolist(), strict=True):
+        row[own[:length].nonzero()[-1]] = True
+    return top
+
+
+def fill_dead(p: Paged, live: Tensor, key: float, value: float) -> None:
+    """Overwrite the slots of dead positions in the caches, not in the requests' own keys and values."""
+    size = p.key_cache.shape[1]
+    for request, length in enumerate(p.lengths.tolist()):
+        dead = (~live[request, :length]).nonzero()[:, 0]
+        block = p.block_table[request, dead // size].long()
+        p.key_cache[block, dead % size] = key
+        p.value_cache[block, dead % size] = value
+
+
+def attention_of_the_live(p: Paged, query: int, request: int, live: Tensor) -> tuple[Tensor, Tensor]:
+    """What is left if dead positions are taken out of a request, in float64.
+
+    Args:
+        query: row of ``p.query``.
+        live: the positions that the query attends, and which of them are live, bool [length].
+
+    Returns:
+        Output [Hq, D], and the probability of each position summed over the heads, [length].
+    """
+    at = live.nonzero()[:, 0]
+    group = p.query.shape[1] // p.key_cache.shape[2]
+    output, mass = [], torch.zeros(len(live), dtype=torch.float64)
+    for head, row in enumerate(p.query[query].double()):
+        keys, values = (each[request][at, head // group].double() for each in (p.keys, p.values))
+        probability = torch.softmax(p.scale * (keys @ row), dim=0)
+        output.append(probability @ values)
+        mass[at] += probability
+    return torch.stack(output), mass

@@ -74,8 +74,8 @@ class Launch:
             if isinstance(argument, float):
                 signature[name] = "fp32"
                 continue
-            if isinstance(argument, int) and argument == 1:
-                constants[name] = 1
+            if argument is None or (isinstance(argument, int) and argument == 1):
+                constants[name] = argument
                 continue
             if isinstance(argument, int):
                 signature[name] = "i32" if argument < 2**31 else "i64"
@@ -119,6 +119,7 @@ class Case:
             self.lengths = torch.empty(64, dtype=torch.int32)
             self.offsets = torch.empty(64, dtype=torch.int64)
             self.mass = torch.empty(8, 64 * 4096)
+            self.live = torch.empty(64, 512 * 16, dtype=torch.bool)
             self.all_layers = torch.empty(32, 30000, 16 * 8 * head_size * 2, dtype=dtype)
             self.layout = BlockLayout(torch.empty(16, 8 * head_size * 2, dtype=torch.int64))
             self.slots = torch.empty(48, dtype=torch.int64)
@@ -141,23 +142,27 @@ def recorded(monkeypatch: pytest.MonkeyPatch, module: Any, *names: str) -> list[
     return launches
 
 
-def decode_launches(monkeypatch: pytest.MonkeyPatch, c: Case) -> list[Launch]:
+def decode_launches(monkeypatch: pytest.MonkeyPatch, c: Case, masked: bool = False) -> list[Launch]:
     launches = recorded(monkeypatch, decode_attention, "attend_part", "join_parts")
+    live = c.live if masked else None
     decode_attention.decode_attention(
-        c.query, c.key_cache, c.value_cache, c.block_table, c.lengths, 0.1, c.query, c.mass, c.offsets
+        c.query, c.key_cache, c.value_cache, c.block_table, c.lengths, 0.1, c.query, c.mass, c.offsets, live
     )
     return launches
 
 
 class TestCompiledForH100:
-    def test_decode_attention(self, monkeypatch: pytest.MonkeyPatch, case: Case, tmp_path: Path) -> None:
-        for launch in decode_launches(monkeypatch, case):
+    @pytest.mark.parametrize("masked", [False, True], ids=["dense", "masked"])
+    def test_decode_attention(self, monkeypatch: pytest.MonkeyPatch, case: Case, masked: bool, tmp_path: Path) -> None:
+        for launch in decode_launches(monkeypatch, case, masked):
             check(launch, tmp_path)
 
-    def test_attention_mass(self, monkeypatch: pytest.MonkeyPatch, case: Case, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("masked", [False, True], ids=["dense", "masked"])
+    def test_attention_mass(self, monkeypatch: pytest.MonkeyPatch, case: Case, masked: bool, tmp_path: Path) -> None:
         launches = recorded(monkeypatch, attention_mass, "sum_queries", "add_mass")
         segments = QuerySegments(*np.full((6, 2), 32, dtype=np.int64))
-        attention_mass.attention_mass(case.query, case.key_cache, case.block_table, segments, 0.1, 0.9, case.mass)
+        live = case.live if masked else None
+        attention_mass.attention_mass(case.query, case.key_cache, case.block_table, segments, 0.1, 0.9, case.mass, live)
         for launch in launches:
             check(launch, tmp_path)
 

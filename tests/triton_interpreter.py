@@ -4,10 +4,12 @@ It must be switched on before the kernels are imported, so this file is run in a
 test_triton_kernels.py: ``TRITON_INTERPRET=1 python -m pytest tests/triton_interpreter.py``.
 """
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
-from paged_attention import Paged, paged
+from paged_attention import PATTERNS, Paged, attention_of_the_live, fill_dead, last_live, live_mask, paged
 from test_relocation import as_rows, bits, random_cache, random_moves, with_keys_transposed
 from torch import Tensor
 from triton.language import bfloat16, float32
@@ -183,6 +185,114 @@ class TestAttentionMass:
         mass = observe(attention_mass, p, 1.0, several_segments())
         expected = observe(attention_mass_reference, p, 1.0, shifted)
         assert not torch.allclose(mass.sum(dim=0), expected.sum(dim=0), rtol=1e-3, atol=1e-3)
+
+
+RAGGED = [1, 350, 64, 33]
+HOLED = [
+    {"heads": (2, 2), "head_size": 32, "size": 16, "layout": "tokens first", "dtype": torch.float16},
+    {"heads": (4, 1), "head_size": 80, "size": 8, "layout": "vec", "dtype": torch.float32},
+    {"heads": (6, 2), "head_size": 96, "size": 24, "layout": "heads first", "dtype": torch.bfloat16},
+]
+
+
+class TestHoles:
+    """Some positions are dead, and everything is as if they had been taken out."""
+
+    def decode(self, p: Paged, live: Tensor | None, offsets: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        output, mass = torch.full_like(p.query, torch.nan), torch.zeros(p.key_cache.shape[2], int(p.lengths.sum()))
+        arguments = (p.query, p.key_cache, p.value_cache, p.block_table, p.lengths.to(torch.int32), p.scale)
+        decode_attention(*arguments, output, mass, p.offsets if offsets is None else offsets, live)
+        return output, mass
+
+    @pytest.mark.parametrize("options", HOLED)
+    @pytest.mark.parametrize("pattern", PATTERNS)
+    def test_decode(self, monkeypatch: pytest.MonkeyPatch, pattern: str, options: dict[str, Any]) -> None:
+        """Tiles and parts that are dead as a whole among them."""
+        monkeypatch.setattr(decode_module, "PROGRAMS", 4 * len(RAGGED) * options["heads"][1])
+        p, live = paged(RAGGED, **options), live_mask(pattern, RAGGED)
+        fill_dead(p, live, torch.nan, torch.nan)
+        output, mass = self.decode(p, live)
+        for request, (length, offset) in enumerate(zip(RAGGED, p.offsets.tolist(), strict=True)):
+            seen = live[request, :length]
+            expected, expected_mass = attention_of_the_live(p, request, request, seen)
+            tolerance = TOLERANCE[options["dtype"]]
+            torch.testing.assert_close(output[request].double(), expected, rtol=tolerance, atol=tolerance)
+            own = mass[:, offset : offset + length]
+            torch.testing.assert_close(own.sum(dim=0).double(), expected_mass, rtol=1e-5, atol=1e-6)
+            assert (own[:, ~seen] == 0).all()
+
+    def test_all_live_is_no_mask(self) -> None:
+        p = paged(RAGGED)
+        for masked, dense in zip(self.decode(p, live_mask("all", RAGGED)), self.decode(p, None), strict=True):
+            assert torch.equal(masked, dense)
+
+    @pytest.mark.parametrize("pattern", PATTERNS[:-1])
+    def test_what_dead_slots_hold_changes_no_bit(self, pattern: str) -> None:
+        live, results = live_mask(pattern, RAGGED), []
+        for key, value in [(0.0, 0.0), (torch.nan, torch.nan), (torch.inf, 1e30), (1e30, -torch.inf)]:
+            p = paged(RAGGED)
+            fill_dead(p, live, key, value)
+            results.append(self.decode(p, live))
+        for output, mass in results[1:]:
+            assert torch.equal(output, results[0][0]) and torch.equal(mass, results[0][1])
+
+    @pytest.mark.parametrize("logit", [-(2.0**17), -(2.0**100), 2.0**100])
+    def test_live_logits_of_any_size(self, logit: float) -> None:
+        """After tiles of nothing but dead ones; the last live position is far above the others and gets everything."""
+        p, live = paged(RAGGED, head_size=64), live_mask("late", RAGGED)
+        top = last_live(p, live)
+        p.query.fill_(1)
+        fill_dead(p, ~live, logit / 8, 1.0)
+        fill_dead(p, ~top, (logit / 2 if logit < 0 else 2 * logit) / 8, 2.0)
+        output, mass = self.decode(p, live)
+        torch.testing.assert_close(output, torch.full_like(output, 2))
+        torch.testing.assert_close(mass[:, 1:351].sum(dim=0), 4.0 * top[1, :350])
+
+    def test_an_offset_of_minus_one_wants_no_mass(self) -> None:
+        p, live = paged(RAGGED), live_mask("half", RAGGED)
+        whole_output, whole_mass = self.decode(p, live)
+        output, mass = self.decode(p, live, torch.tensor([-1, 1, -1, 415]))
+        assert torch.equal(output, whole_output) and torch.equal(mass[:, 1:351], whole_mass[:, 1:351])
+        assert torch.equal(mass[:, 415:], whole_mass[:, 415:])
+        assert not mass[:, 0].any() and not mass[:, 351:415].any()
+        output, mass = self.decode(p, None, torch.full((4,), -1))
+        assert not output.isnan().any() and not mass.any()
+
+    @pytest.mark.parametrize("options", HOLED)
+    @pytest.mark.parametrize("pattern", PATTERNS)
+    def test_mass(self, pattern: str, options: dict[str, Any]) -> None:
+        p, kv_heads = prompts(**options), options["heads"][1]
+        segments, decay = several_segments(), 0.75
+        live = live_mask(pattern, p.lengths.tolist())
+        live[segments.row, segments.context - 1] = True
+        fill_dead(p, live, torch.nan, torch.nan)
+        mass = torch.full((kv_heads, 460), 0.5)
+        attention_mass(p.query, p.key_cache, p.block_table, segments, p.scale, decay, mass, live)
+        expected = torch.full((460,), 0.5 * kv_heads, dtype=torch.float64)
+        reached = torch.zeros(460, dtype=torch.bool)
+        fields = (segments.first, segments.count, segments.context, segments.row, segments.offset, segments.stride)
+        for first, count, context, row, offset, stride in zip(*fields, strict=True):
+            for j in range(count):
+                seen = live[row, : context + j]
+                own = slice(offset + j * stride, offset + j * stride + len(seen))
+                _, of_query = attention_of_the_live(p, first + j, row, seen)
+                expected[own] += of_query * (1 if stride else decay ** (count - 1 - j))
+                reached[own] |= seen
+        torch.testing.assert_close(mass.sum(dim=0).double(), expected, rtol=1e-5, atol=1e-5)
+        assert (mass[:, ~reached] == 0.5).all()
+
+    @pytest.mark.parametrize("pattern", PATTERNS[:-1])
+    def test_keys_of_dead_slots_change_no_bit_of_mass(self, pattern: str) -> None:
+        results = []
+        for key in (0.0, torch.nan, 1e30):
+            p, segments = prompts(), several_segments()
+            live = live_mask(pattern, p.lengths.tolist())
+            live[segments.row, segments.context - 1] = True
+            fill_dead(p, live, key, torch.nan)
+            mass = torch.zeros(2, 460)
+            attention_mass(p.query, p.key_cache, p.block_table, segments, p.scale, 0.9, mass, live)
+            results.append(mass)
+        assert all(torch.equal(mass, results[0]) for mass in results[1:])
 
 
 @pytest.mark.parametrize("write", [as_rows, with_keys_transposed])
