@@ -75,7 +75,7 @@ def main() -> None:
     parser.add_argument("--interval", type=int, default=1)
     parser.add_argument("--model", type=Path)
     args = parser.parse_args()
-    config = VTokenConfig(budget=args.budget, interval=args.interval)
+    config = VTokenConfig(policy="streaming_llm", budget=args.budget, interval=args.interval, copies="inline")
     model = args.model or ensure_model()
     print(json.dumps(measure(model, args.running, args.steps, args.prompt, config), indent=2))
 

@@ -83,7 +83,7 @@ def compare(timer: ExclusiveTimer, model: Path, policy: str, load: Load, rounds:
     for name in (BASELINE, policy):
         engines[name] = make_engine(
             str(model),
-            VTokenConfig(policy=name, budget=load.budget),
+            VTokenConfig(policy=name, budget=load.budget, copies="inline"),
             dtype=model_dtype(),
             enforce_eager=load.eager,
             enable_prefix_caching=False,

@@ -82,7 +82,7 @@ def make(stub_model_config: Any) -> Iterator[Callable[..., Any]]:
     from vtoken.config import VTokenConfig
 
     def make_engine(num_blocks: int = 1000, *, seqs: int = 256, batched: int = 65536, **options: object) -> Any:
-        settings = {"sinks": 2, "recent": 6, "interval": 1, **options}
+        settings = {"policy": "streaming_llm", "sinks": 2, "recent": 6, "interval": 1, **options}
         return StubEngine(stub_model_config, VTokenConfig(**settings), num_blocks, seqs, batched)
 
     yield make_engine

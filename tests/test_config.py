@@ -59,7 +59,14 @@ BAD_OPTIONS = [
     ),
     ({"interval": 1.5}, "vtoken: option 'interval' = 1.5 is refused: input should be a valid integer."),
     ({"policy": 3}, "vtoken: option 'policy' = 3 is refused: input should be a valid string."),
-    ({"reclaim": "pack"}, "vtoken: option 'reclaim' = 'pack' is refused: input should be 'fill'."),
+    ({"reclaim": "drop"}, "vtoken: option 'reclaim' = 'drop' is refused: input should be 'fill', 'pack' or 'none'."),
+    ({"theta_f": 1.0}, "vtoken: option 'theta_f' = 1.0 is refused: input should be less than 1."),
+    ({"headroom": 0.0}, "vtoken: option 'headroom' = 0.0 is refused: input should be greater than 0."),
+    ({"pack_blocks": 1}, "vtoken: option 'pack_blocks' = 1 is refused: input should be greater than or equal to 2."),
+    (
+        {"copies": "later"},
+        "vtoken: option 'copies' = 'later' is refused: input should be 'async', 'inline' or 'force_sync'.",
+    ),
     (
         {"budget": 40, "grace": 64},
         f"vtoken: option 'budget' = 40 is below sinks + grace + interval = 4 + 64 + 1 = 69, {FLOOR}",
@@ -138,7 +145,7 @@ class TestAccepted:
     def test_defaults(self) -> None:
         config = VTokenConfig()
         assert config.model_dump() == {
-            "policy": "streaming_llm",
+            "policy": "snapkv",
             "policy_options": {},
             "budget": 0.25,
             "sinks": 4,
@@ -149,6 +156,14 @@ class TestAccepted:
             "score_interval": 1,
             "score_layers": None,
             "reclaim": "fill",
+            "theta_f": 0.25,
+            "low_watermark": 0.25,
+            "check_interval": 16,
+            "headroom": 0.02,
+            "pack_blocks": 8,
+            "sudden_rise": None,
+            "copies": "async",
+            "verify": False,
             "prefill_evict": "end",
             "prefill_chunk": 512,
             "record_trace": False,

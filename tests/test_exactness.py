@@ -14,9 +14,9 @@ S = 32
 @pytest.mark.parametrize(
     "config, engine_args",
     [
-        (VTokenConfig(budget=64, sinks=4, recent=16), {}),
-        (VTokenConfig(budget=0.3, sinks=2, recent=8, interval=5), {}),
-        (VTokenConfig(budget=50, sinks=4, recent=16), {"max_num_batched_tokens": 96}),
+        (VTokenConfig(policy="streaming_llm", budget=64, sinks=4, recent=16), {}),
+        (VTokenConfig(policy="streaming_llm", budget=0.3, sinks=2, recent=8, interval=5), {}),
+        (VTokenConfig(policy="streaming_llm", budget=50, sinks=4, recent=16), {"max_num_batched_tokens": 96}),
     ],
     ids=["steady", "bursts", "chunked prefill"],
 )
@@ -40,7 +40,7 @@ def test_the_oracle_agrees_on_a_tiny_model(tiny_gqa: Path, config: VTokenConfig,
 
 @pytest.mark.slow
 def test_the_oracle_agrees_on_the_real_model(smollm2: Path) -> None:
-    config = VTokenConfig(budget=128, record_trace=True)
+    config = VTokenConfig(policy="streaming_llm", budget=128, record_trace=True)
     jobs = [Job(f"r{n}", p, 48) for n, p in enumerate(prompts((500, 333), 40000))]
     with running(smollm2, config) as engine:
         answers = generate(engine, jobs, logprobs=20)
@@ -57,7 +57,9 @@ def test_every_forward_is_dense_at_true_positions(tiny_gqa: Path) -> None:
     """Prompt length and budget run through all residues of the block size together, one request each."""
     decoded = 6
     jobs = [Job(f"r{i}", p, decoded, budget=64 + i) for i, p in enumerate(prompts([128 + i for i in range(S)], 512))]
-    with running(tiny_gqa, VTokenConfig(budget=64), skip_tokenizer_init=True, num_gpu_blocks_override=257) as engine:
+    with running(
+        tiny_gqa, VTokenConfig(policy="streaming_llm", budget=64), skip_tokenizer_init=True, num_gpu_blocks_override=257
+    ) as engine:
         watch = ForwardWatch(engine)
         generate(engine, jobs)
         snapshot = engine.snapshot()
@@ -88,7 +90,7 @@ def test_every_forward_is_dense_at_true_positions(tiny_gqa: Path) -> None:
 
 def test_steady_decoding_moves_nothing_and_allocates_nothing(tiny_gqa: Path) -> None:
     (prompt,) = prompts([200], 512)
-    with running(tiny_gqa, VTokenConfig(budget=64), skip_tokenizer_init=True) as engine:
+    with running(tiny_gqa, VTokenConfig(policy="streaming_llm", budget=64), skip_tokenizer_init=True) as engine:
         engine.add_request("r", prompt, 100)
         engine.step()
         first = engine.snapshot()

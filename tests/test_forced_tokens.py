@@ -84,7 +84,7 @@ def test_log_probabilities_are_the_models_own(tiny_gqa: Path, native: Any) -> No
 
 
 def test_vtoken_that_evicts_nothing_changes_nothing(tiny_gqa: Path, native: Any) -> None:
-    with running(tiny_gqa, VTokenConfig(budget=1.0, recent=64, sinks=500), **FORCING) as engine:
+    with running(tiny_gqa, VTokenConfig(policy="streaming_llm", budget=1.0, recent=64, sinks=500), **FORCING) as engine:
         answers = ask(engine)
         assert engine.snapshot().tokens_evicted == 0
     for name in questions():
@@ -93,7 +93,7 @@ def test_vtoken_that_evicts_nothing_changes_nothing(tiny_gqa: Path, native: Any)
 
 
 def test_with_eviction_the_same_tokens_get_other_probabilities(tiny_gqa: Path, native: Any) -> None:
-    with running(tiny_gqa, VTokenConfig(budget=40, sinks=2, recent=8), **FORCING) as engine:
+    with running(tiny_gqa, VTokenConfig(policy="streaming_llm", budget=40, sinks=2, recent=8), **FORCING) as engine:
         answers = ask(engine)
         assert engine.snapshot().tokens_evicted > 0
     long, short = "r3", "r4"

@@ -13,7 +13,7 @@ JOBS = [Job(f"r{n}", PROMPTS[n], 40, budget=BUDGETS[n]) for n in range(3)]
 
 
 def one_at_a_time(model: Path, **options: object) -> dict[str, tuple[list[int], list[int]]]:
-    config = VTokenConfig(budget=64, sinks=4, recent=16, record_trace=True)
+    config = VTokenConfig(policy="streaming_llm", budget=64, sinks=4, recent=16, record_trace=True)
     with running(model, config, skip_tokenizer_init=True, **options) as engine:
         answers: dict[str, list[int]] = {}
         for job in JOBS:

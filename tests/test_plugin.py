@@ -213,7 +213,7 @@ def test_the_version_of_vllm(monkeypatch: pytest.MonkeyPatch, installed: dict[st
 
 def test_a_bad_request_is_refused_alone(no_other_engine: None, tiny_gqa: Path) -> None:
     (prompt,) = prompts([100], 512)
-    with running(tiny_gqa, VTokenConfig(budget=64), skip_tokenizer_init=True) as engine:
+    with running(tiny_gqa, VTokenConfig(policy="streaming_llm", budget=64), skip_tokenizer_init=True) as engine:
         for budget, sentence in (
             (0, "vtoken: option 'budget' = 0 is refused: must be at least 1 token"),
             (36, "option 'budget' = 36 is below sinks + recent + interval = 4 + 32 + 1 = 37"),
@@ -234,8 +234,10 @@ def test_engines_of_one_process_keep_their_own_settings(no_other_engine: None, t
 
     (prompt,) = prompts([100], 512)
     with (
-        running(tiny_gqa, VTokenConfig(budget=64), skip_tokenizer_init=True) as strict,
-        running(tiny_gqa, VTokenConfig(budget=64, sinks=0, recent=0), skip_tokenizer_init=True) as loose,
+        running(tiny_gqa, VTokenConfig(policy="streaming_llm", budget=64), skip_tokenizer_init=True) as strict,
+        running(
+            tiny_gqa, VTokenConfig(policy="streaming_llm", budget=64, sinks=0, recent=0), skip_tokenizer_init=True
+        ) as loose,
     ):
         generate(loose, [Job("few", prompt, 4, budget=10)])
         assert loose.snapshot().tokens_evicted == 100 - 9 + 3

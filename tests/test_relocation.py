@@ -1,5 +1,9 @@
 """Where a token's numbers lie in a block is probed, and a token that moves keeps every bit of them."""
 
+import gc
+import sys
+import threading
+import weakref
 from collections.abc import Callable
 
 import numpy as np
@@ -7,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from vtoken.kernels.cpu.relocation import pieces_of
 from vtoken.kernels.layout import BlockLayout, WriteTokens, check_vec_layout, positions_of, probe_layout, vec_views
-from vtoken.kernels.relocation import Relocator, relocate_reference
+from vtoken.kernels.relocation import Relocator, bits_of, relocate_reference
 
 S, H, D = 8, 2, 4
 NUMBERS = 2 * H * D
@@ -174,6 +179,35 @@ def random_moves(blocks: int, size: int, count: int, seed: int = 0) -> tuple[np.
     return slots[:count].astype(np.int64), slots[count:].astype(np.int64)
 
 
+def packed(blocks: int, size: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Half of the slots of some blocks to consecutive ones of others; the last token again wherever its block ends."""
+    random = np.random.default_rng(seed)
+    order = random.permutation(blocks)
+    slots = (order[: 2 * blocks // 3, None] * size + np.arange(size))[random.random((2 * blocks // 3, size)) < 0.5]
+    full = -(-len(slots) // size)
+    sources = np.concatenate([slots, np.full(full * size - len(slots), slots[-1])])
+    return sources, (order[-full:, None] * size + np.arange(size)).ravel()
+
+
+def filled(blocks: int, size: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens of some blocks to holes of others, in order, so that many moves have the same two blocks."""
+    slots = np.random.default_rng(seed).random((blocks, size)) < 0.5
+    slots = [block * size + np.flatnonzero(slots[block]) for block in range(blocks)]
+    sources, holes = np.concatenate(slots[blocks // 2 :]), np.concatenate(slots[: blocks // 2])
+    count = min(len(sources), len(holes))
+    return sources[:count], holes[:count]
+
+
+MOVES = {
+    "anywhere": lambda blocks, size: random_moves(blocks, size, 30),
+    "packed": packed,
+    "filled": filled,
+    "one": lambda blocks, size: random_moves(blocks, size, 1),
+    "all of a block but one": lambda blocks, size: (np.arange(size - 1) + size, np.arange(size - 1) + 3 * size),
+    "within one block": lambda blocks, size: (np.array([1, 2, 2]) + size, np.array([0, 3, size - 1]) + size),
+}
+
+
 def bits(cache: Tensor) -> Tensor:
     return cache.contiguous().view(torch.uint8)
 
@@ -182,10 +216,13 @@ class TestRelocator:
     @pytest.mark.parametrize("strided", [False, True])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn])
     @pytest.mark.parametrize("write", LAYOUTS)
-    def test_equals_the_reference_bit_for_bit(self, write: WriteTokens, dtype: torch.dtype, strided: bool) -> None:
+    @pytest.mark.parametrize("moves", MOVES)
+    def test_equals_the_reference_bit_for_bit(
+        self, write: WriteTokens, moves: str, dtype: torch.dtype, strided: bool
+    ) -> None:
         layout = probe_layout(write, scratch(), H, D)
         cache = random_cache(3, 11, S * NUMBERS, dtype, strided)
-        sources, destinations = random_moves(11, S, 30)
+        sources, destinations = MOVES[moves](11, S)
         expected, before = cache.clone(), cache.clone()
         whole = expected.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[dtype.itemsize])
         relocate_reference(whole, layout, torch.from_numpy(sources), torch.from_numpy(destinations))
@@ -205,6 +242,84 @@ class TestRelocator:
         write(key[:20], value[:20], expected, torch.from_numpy(destinations))
         Relocator(cache[None], layout)(sources, destinations)
         assert torch.equal(cache, expected)
+
+    @pytest.mark.parametrize("moves", MOVES)
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+    @pytest.mark.parametrize(("size", "heads", "head"), [(16, 3, 64), (32, 2, 64), (48, 1, 80), (128, 1, 32)])
+    def test_shapes_of_models(self, size: int, heads: int, head: int, dtype: torch.dtype, moves: str) -> None:
+        """Blocks whose rows are whole cache lines, and blocks that are moved in several pieces."""
+        block = torch.arange(size * 2 * heads * head)
+        keys, values = vec_views(block.view(1, heads, size, 2 * head))
+        layout = BlockLayout(torch.stack([keys[0], values[0]], dim=1).flatten(1))
+        cache = random_cache(2, 7, len(block), dtype)
+        sources, destinations = MOVES[moves](7, size)
+        expected = cache.clone()
+        relocate_reference(bits_of(expected), layout, torch.from_numpy(sources), torch.from_numpy(destinations))
+        Relocator(cache, layout)(sources, destinations)
+        assert torch.equal(bits(cache), bits(expected))
+
+    @pytest.mark.parametrize("moves", MOVES)
+    @pytest.mark.parametrize("apart", [1, 2])
+    def test_any_map_and_numbers_apart(self, moves: str, apart: int) -> None:
+        """The general way: a layout without any order, or a cache whose numbers are not adjacent."""
+        elements = torch.randperm(S * NUMBERS, generator=torch.Generator().manual_seed(3)).view(S, NUMBERS)
+        layout = BlockLayout(elements) if apart == 1 else probe_layout(with_keys_transposed, scratch(), H, D)
+        cache = random_cache(3, 11, S * NUMBERS * apart, torch.float32)[:, :, ::apart]
+        sources, destinations = MOVES[moves](11, S)
+        expected = cache.clone()
+        relocate_reference(bits_of(expected), layout, torch.from_numpy(sources), torch.from_numpy(destinations))
+        Relocator(cache, layout)(sources, destinations)
+        assert torch.equal(bits(cache), bits(expected))
+
+    def test_a_source_may_go_to_several_places(self) -> None:
+        layout = probe_layout(with_keys_transposed, scratch(), H, D)
+        cache = random_cache(2, 5, S * NUMBERS, torch.float32)
+        sources, destinations = np.full(S, 3), np.arange(S) + 2 * S
+        Relocator(cache, layout)(sources, destinations)
+        tokens = cache[:, (torch.from_numpy(destinations) // S)[:, None], layout.elements]
+        assert torch.equal(bits(tokens), bits(cache[:, 0, layout.elements[3]][:, None].expand_as(tokens)))
+
+    def test_the_cache_lives_as_long_as_what_moves_tokens_in_it(self) -> None:
+        """The compiled function knows it by address alone."""
+
+        class Memory(np.ndarray):
+            """Of a kind that can be watched."""
+
+        memory = np.zeros((2, 5, S * NUMBERS), dtype=np.float32).view(Memory)
+        alive = weakref.ref(memory)
+        relocator = Relocator(torch.from_numpy(memory), probe_layout(as_rows, scratch(), H, D))
+        del memory
+        gc.collect()
+        assert alive() is not None
+        del relocator
+        gc.collect()
+        assert alive() is None
+
+    def test_another_thread_runs_meanwhile(self) -> None:
+        """It does not hold the interpreter's lock: one that did would let nobody count until it is through."""
+        layout = BlockLayout(torch.arange(16 * 1024).view(16, 1024))
+        relocate = Relocator(torch.zeros(8, 120, 16 * 1024), layout)
+        sources, destinations = packed(120, 16)
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(1000)  # nobody is asked to give the lock away, so who gets it was given it
+        try:
+            copying, counted = threading.Event(), threading.Event()
+
+            def count() -> None:
+                copying.wait()
+                counted.set()
+
+            thread = threading.Thread(target=count)
+            thread.start()
+            seen = False
+            for _ in range(50):
+                copying.set()
+                relocate(sources, destinations)
+                seen = seen or counted.is_set()
+            thread.join()
+        finally:
+            sys.setswitchinterval(interval)
+        assert seen
 
     def test_nothing_to_move(self) -> None:
         layout = probe_layout(as_rows, scratch(), H, D)
@@ -241,6 +356,36 @@ class TestRelocator:
         Relocator(one, probe_layout(as_rows, scratch(), H, D))(sources, destinations)
         Relocator(other, probe_layout(with_keys_transposed, scratch(), H, D))(sources, destinations)
         assert not torch.equal(bits(one), bits(other))
+
+
+class TestPieces:
+    """How the map is split decides the speed alone, so it is tested apart."""
+
+    @staticmethod
+    def of(write: WriteTokens, most: int = 1000) -> list[tuple[int, int, int, int]] | None:
+        pieces = pieces_of(probe_layout(write, scratch(), H, D).elements.numpy(), most)
+        return None if pieces is None else pieces.tolist()
+
+    def test_rows_are_one(self) -> None:
+        assert self.of(as_rows) == [(0, NUMBERS, 1, NUMBERS)]
+
+    def test_transposed_keys_are_one_per_head_and_so_are_values(self) -> None:
+        head = 2 * S * D
+        expected = [[(h * head, D, S, 1), (h * head + S * D, D, 1, D)] for h in range(H)]
+        assert self.of(with_keys_transposed) == [piece for pieces in expected for piece in pieces]
+
+    def test_transposed_keys_are_cut_so_that_a_piece_is_small(self) -> None:
+        pieces = self.of(with_keys_transposed, most=2 * S)
+        assert pieces is not None and pieces[:3] == [(0, 2, S, 1), (2 * S, 2, S, 1), (S * D, D, 1, D)]
+
+    def test_interleaved_pairs(self) -> None:
+        pieces = self.of(with_key_pairs_interleaved)
+        assert pieces is not None and pieces[:3] == [(0, 2, 1, 2), (2 * S, 2, 1, 2), (S * D, D, 1, D)]
+
+    def test_what_lies_unevenly_has_none(self) -> None:
+        elements = np.arange(S * NUMBERS).reshape(S, NUMBERS)
+        elements[3, [4, 5]] = elements[3, [5, 4]]
+        assert pieces_of(elements, 1000) is None
 
 
 # -- vLLM's own kernel ------------------------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ class VTokenConfig(_Options):
     """
 
     policy: str = Field(
-        "streaming_llm",
+        "snapkv",  # the smallest loss of likelihood at both budgets measured: docs/policies.md
         description="Which tokens a request may forget: the name of a policy, or 'module:Class' for one of your own.",
     )
     policy_options: dict[str, Any] = Field(
@@ -114,7 +114,7 @@ class VTokenConfig(_Options):
     )
     headroom: float = Field(
         0.02,
-        ge=0.0,
+        gt=0.0,
         lt=1.0,
         description="pack: share of the pool's blocks that admission leaves free to copy into (rounded up).",
     )

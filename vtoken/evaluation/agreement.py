@@ -83,7 +83,8 @@ def run_mode(
         given: outputs that each request is forced to; else it chooses its own.
         tick: called for every request that is done.
     """
-    from vtoken.vllm_plugin import FORCED_TOKENS_PROCESSOR, make_engine
+    from vtoken.vllm_plugin import make_engine
+    from vtoken.vllm_plugin.engine import FORCED_TOKENS_PROCESSOR
 
     engine = make_engine(
         str(model),

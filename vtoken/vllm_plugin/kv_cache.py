@@ -96,11 +96,20 @@ class EvictableAttentionManager(FullAttentionManager):
         return tail
 
     def exchange(self, request_id: str, change: BlockChange, adopted: list[KVCacheBlock]) -> list[KVCacheBlock]:
-        """Do to the request's blocks what the worker has done to its own list; returns those that left it."""
-        blocks = self.req_to_blocks[request_id]
-        place = next(n for n, block in enumerate(blocks) if block.block_id == change.freed[0])
+        """Do to the request's blocks what the worker has done to its own list; returns those that left it.
+
+        Raises:
+            RuntimeError: the request does not hold one of them, so that no list can be trusted.
+        """
+        blocks, gone = self.req_to_blocks[request_id], set(change.freed)
+        held = [block.block_id for block in blocks]
+        if not gone <= set(held):
+            raise RuntimeError(
+                f"vtoken: the worker freed blocks {sorted(gone - set(held))} of request {request_id}, "
+                "which does not hold them"
+            )
+        place = held.index(change.freed[0])
         blocks[place:place] = adopted
-        gone = set(change.freed)
         freed = [block for block in blocks if block.block_id in gone]
         blocks[:] = [block for block in blocks if block.block_id not in gone]
         self.ledger.give_back(request_id, len(freed) - len(adopted))

@@ -192,6 +192,9 @@ class EvictionScheduler:
         freed: list[Any] = []
         for req_id, change in changes.items():
             if req_id not in step.lost:
+                if not granted.keys() >= set(change.adopted):
+                    stray = sorted(set(change.adopted) - granted.keys())
+                    raise RuntimeError(f"vtoken: the worker gave request {req_id} blocks {stray}, which nobody granted")
                 adopted = [granted.pop(block_id) for block_id in change.adopted]
                 freed += self._lists.exchange(req_id, change, adopted)
         freed += granted.values()

@@ -96,39 +96,52 @@ def _fetch_rows(address, step, size, first, last):  # type: ignore[no-untyped-de
         address += step
 
 
-@njit(nogil=True)
-def _bounds(sources, destinations):  # type: ignore[no-untyped-def]
-    """Where the pair changes, from 0 to M: [groups + 1]."""
-    bounds = np.empty(len(sources) + 1, dtype=np.int64)
-    groups = 0
-    for move in range(len(sources)):
-        if move == 0 or sources[move] != sources[move - 1] or destinations[move] != destinations[move - 1]:
-            bounds[groups] = move
-            groups += 1
-    bounds[groups] = len(sources)
-    return bounds[: groups + 1]
+def _bounds(*blocks: Ints) -> Ints:
+    """Where any of them changes, from 0 to M > 0: [groups + 1]."""
+    changes = np.any([np.diff(each) != 0 for each in blocks], axis=0)
+    return np.concatenate([[0], np.flatnonzero(changes) + 1, [len(blocks[0])]])
+
+
+MOVE = np.dtype(
+    [
+        (name, np.int64)
+        for name in [
+            "from_block",
+            "to_block",
+            "read",
+            "write",
+            "nth",
+            "of",
+            "low_read",
+            "span_read",
+            "low_write",
+            "span_write",
+        ]
+    ]
+)
+"""Bytes from a layer's start to the two blocks, and the offsets within them; which of how many moves this is that have
+both blocks in common, and so share lines; the least offset of these moves, and how far the others lie from it."""
+
+
+def _prepare(size: int, block_stride: int, sources: Ints, destinations: Ints) -> tuple[NDArray[np.void], Ints]:
+    """The moves, M > 0 of them, and where the block that they go to changes."""
+    moves = np.empty(len(sources), dtype=MOVE)
+    from_block, to_block = sources // size, destinations // size
+    moves["from_block"], moves["to_block"] = from_block * block_stride, to_block * block_stride
+    runs = _bounds(from_block, to_block)
+    counts = np.diff(runs)
+    moves["nth"], moves["of"] = np.arange(len(moves)) - np.repeat(runs[:-1], counts), np.repeat(counts, counts)
+    for side, offsets in (("read", sources - from_block * size), ("write", destinations - to_block * size)):
+        low, high = (least.reduceat(offsets, runs[:-1]) for least in (np.minimum, np.maximum))
+        moves[side], moves[f"low_{side}"] = offsets, np.repeat(low, counts)
+        moves[f"span_{side}"] = np.repeat(high - low, counts)
+    return moves, _bounds(to_block)
 
 
 @njit(nogil=True)  # compiled anew at each start: seconds, and no cache folder that may be unwritable
-def _copy_pieces(like, cache, layers, layer_stride, block_stride, pieces, size, stage, sources, destinations):  # type: ignore[no-untyped-def]
-    """Strides are in bytes, ``cache`` is an address, ``stage`` that of a tile that belongs to the caller."""
+def _copy_pieces(like, cache, layers, layer_stride, pieces, size, stage, moves, groups):  # type: ignore[no-untyped-def]
+    """``cache`` is an address, ``stage`` that of a tile that belongs to the caller; the layers' stride is in bytes."""
     item = like.itemsize
-    from_block, to_block = sources // size, destinations // size
-    read, write = sources - from_block * size, destinations - to_block * size
-
-    # Moves with the same two blocks share lines of both. Each fetches its share of them.
-    runs = _bounds(from_block, to_block)
-    nth, moves = np.empty_like(sources), np.empty_like(sources)
-    low, high = np.empty((2, len(sources)), dtype=np.int64), np.empty((2, len(sources)), dtype=np.int64)
-    for run in range(len(runs) - 1):
-        first, last = runs[run], runs[run + 1]
-        nth[first:last], moves[first:last] = np.arange(last - first), last - first
-        for side, offsets in enumerate((read, write)):
-            low[side, first:last], high[side, first:last] = offsets[first:last].min(), offsets[first:last].max()
-
-    groups = _bounds(to_block, to_block)
-    from_block *= block_stride
-    to_block *= block_stride
     for layer in range(layers):
         here = cache + layer * layer_stride
         for group in range(len(groups) - 1):
@@ -152,28 +165,28 @@ def _copy_pieces(like, cache, layers, layer_stride, block_stride, pieces, size, 
                 for move in range(first, first + max(last - first, next_last - next_first)):
                     ahead = move - first + next_first
                     if ahead < next_last:
-                        source, target = there + from_block[ahead], there + to_block[ahead]
+                        m = moves[ahead]
                         if next_step == item:
-                            _fetch(source + read[ahead] * next_stride, item * next_count)
+                            _fetch(there + m.from_block + m.read * next_stride, item * next_count)
                         else:
-                            begin = next_count * nth[ahead] // moves[ahead]
-                            end = next_count * (nth[ahead] + 1) // moves[ahead]
-                            span = (high[0, ahead] - low[0, ahead]) * next_stride + 1
-                            _fetch_rows(source + low[0, ahead] * next_stride, next_step, span, begin, end)
+                            begin, end = next_count * m.nth // m.of, next_count * (m.nth + 1) // m.of
+                            source = there + m.from_block + m.low_read * next_stride
+                            _fetch_rows(source, next_step, m.span_read * next_stride + 1, begin, end)
                             if not next_whole:
-                                span = (high[1, ahead] - low[1, ahead]) * next_stride + 1
-                                _fetch_rows(target + low[1, ahead] * next_stride, next_step, span, begin, end)
+                                target = there + m.to_block + m.low_write * next_stride
+                                _fetch_rows(target, next_step, m.span_write * next_stride + 1, begin, end)
                     if move < last:
-                        source = here + base + from_block[move] + read[move] * stride
-                        target = here + base + to_block[move] + write[move] * stride
+                        m = moves[move]
+                        source = here + base + m.from_block + m.read * stride
+                        target = here + base + m.to_block + m.write * stride
                         if step == item:
                             _copy_row(like, target, source, count)
                         elif staged:
-                            _copy_column(like, stage + write[move] * stride, source, count, step // item)
+                            _copy_column(like, stage + m.write * stride, source, count, step // item)
                         else:
                             _copy_column(like, target, source, count, step // item)
                 if staged:
-                    _copy_row(like, here + base + to_block[first], stage, count * size)
+                    _copy_row(like, here + base + moves[first].to_block, stage, count * size)
     fence()
 
 
@@ -214,21 +227,26 @@ def relocation(cache: Tensor, layout: BlockLayout) -> Callable[[Ints, Ints], Non
     else:
         like = np.empty(0, dtype=numbers.dtype)
         stage = np.empty(int(pieces["count"].max()) * size, dtype=numbers.dtype)
-        address, layers, (layer_stride, block_stride, _) = numbers.ctypes.data, len(numbers), numbers.strides
+        layer_stride, block_stride, _ = numbers.strides
 
         def relocate(sources: Ints, destinations: Ints) -> None:
+            moves, groups = _prepare(size, block_stride, sources, destinations)
             _copy_pieces(
                 like,
-                address,
-                layers,
+                numbers.ctypes.data,  # taken anew, so that the cache lives as long as this function
+                len(numbers),
                 layer_stride,
-                block_stride,
                 pieces,
                 size,
                 stage.ctypes.data,
-                sources,
-                destinations,
+                moves,
+                groups,
             )
 
-    relocate(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64))
-    return relocate
+    def unless_empty(sources: Ints, destinations: Ints) -> None:
+        if len(sources):
+            relocate(sources, destinations)
+
+    if numbers.size:
+        relocate(np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64))  # compiles, and copies a token onto itself
+    return unless_empty
