@@ -8,7 +8,7 @@ import pytest
 
 from vtoken.core import audit
 from vtoken.core.audit import InvariantViolation
-from vtoken.core.planner import Plan, Snapshot, plan_fill
+from vtoken.core.planner import Packing, Plan, Snapshot, plan_fill
 from vtoken.core.token_table import HOLE, Moves, TokenTable
 
 S = 4
@@ -177,3 +177,37 @@ class TestPlan:
 
     def test_a_violation_is_an_assertion(self) -> None:
         assert issubclass(InvariantViolation, AssertionError)
+
+
+class TestPacking:
+    @pytest.fixture
+    def holed(self) -> TokenTable:
+        """18 tokens that were appended in five blocks: 1, 2, 4 and 3 of the full ones are alive, 2 of the last."""
+        table = TokenTable(S, recycling=False)
+        row = table.add_request("a")
+        table.sync_new_tokens(ints(row), np.array([[7, 2, 5, 9, 1]], dtype=np.int32), ints(5), ints(18))
+        dead = ints(0, 1, 2, 4, 5, 12)
+        table.evict_tokens(np.zeros_like(dead), dead)
+        return table
+
+    @pytest.mark.parametrize(("sources", "destinations"), [([0, 1], 1), ([0, 1, 3], 2), ([0, 1, 2, 3], 3)])
+    def test_a_gain_passes(self, holed: TokenTable, sources: list[int], destinations: int) -> None:
+        audit.check_packing(Packing(0, ints(*sources), destinations), holed)
+
+    @pytest.mark.parametrize(
+        ("sources", "destinations", "sentence"),
+        [
+            ([0, 1], 2, "row 0 packs 2 blocks into 2"),
+            ([0, 1, 3], 1, "row 0 packs 6 live tokens into 1 blocks"),
+            ([0, 0, 1], 2, "row 0 names a source twice, or out of order"),
+            ([1, 0], 1, "row 0 names a source twice, or out of order"),
+            ([0, 4], 1, "row 0 packs a block that is not full: [0, 4] of 4"),
+            ([], 0, "row 0 packs a block that is not full: [] of 4"),
+            ([-1, 0], 1, "row 0 packs a block that is not full: [-1, 0] of 4"),
+        ],
+    )
+    def test_a_bad_packing_is_caught(
+        self, holed: TokenTable, sources: list[int], destinations: int, sentence: str
+    ) -> None:
+        with pytest.raises(InvariantViolation, match=f"^I4: {re.escape(sentence)}$"):
+            audit.check_packing(Packing(0, ints(*sources), destinations), holed)

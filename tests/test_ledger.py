@@ -354,3 +354,46 @@ class TestCommittedGrowth:
         self.admitted(ledger, "r", prompt=100, budget=400, outputs=64)
         ledger.hold_blocks("r", 1)
         assert ledger.committed_growth() == 0
+
+
+class TestAppending:
+    """``none`` and ``pack``: tokens die when the budget says, and blocks go when the worker says."""
+
+    @pytest.fixture
+    def ledger(self) -> LengthLedger:
+        """100 tokens were computed, and 61 of them have just died."""
+        ledger = LengthLedger(S, Cadence(), dense=False)
+        ledger.open("r", 100, 40, 200)
+        assert ledger.expect_prefill("r", 100) == 0, "nobody can know how many blocks it will hold"
+        ledger.hold_blocks("r", 7)
+        self.counts = ledger.schedule(["r"], ints(100), ints(100), ints(100))
+        return ledger
+
+    def test_an_eviction_gives_nothing_back_by_itself(self, ledger: LengthLedger) -> None:
+        assert (self.counts.evict.tolist(), self.counts.num_blocks.tolist(), self.counts.keep_blocks.tolist()) == (
+            [61],
+            [7],
+            [7],
+        )
+        assert (ledger.live_tokens(), ledger.held_blocks(), ledger.physical_length("r", 101)) == (39, 7, 101)
+
+    def test_blocks_that_were_emptied_count_as_whole_ones(self, ledger: LengthLedger) -> None:
+        ledger.give_back("r", 3)
+        assert (ledger.held_blocks(), ledger.physical_length("r", 101)) == (4, 101 - 3 * S)
+        counts = ledger.schedule(["r"], ints(1), ints(101), ints(101))
+        assert (counts.length.tolist(), counts.evict.tolist(), counts.epoch.tolist()) == ([39], [1], [1])
+        assert counts.num_blocks.tolist() == counts.keep_blocks.tolist() == [4]
+        for length in range(102, 7 * S + 1):
+            counts = ledger.schedule(["r"], ints(1), ints(length), ints(length))
+        assert counts.num_blocks.tolist() == [4]
+        assert ledger.schedule(["r"], ints(1), ints(7 * S + 1), ints(7 * S + 1)).num_blocks.tolist() == [5]
+        assert ledger.live_tokens() == 39
+
+    def test_a_preempted_request_starts_anew(self, ledger: LengthLedger) -> None:
+        ledger.give_back("r", 3)
+        ledger.reset("r")
+        assert (ledger.held_blocks(), ledger.live_tokens(), ledger.physical_length("r", 101)) == (0, 0, 101)
+
+    def test_a_budget_bounds_no_blocks(self, ledger: LengthLedger) -> None:
+        assert ledger.most_blocks("r", 200) == blocks_for(200)
+        assert ledger.committed_growth() == 0

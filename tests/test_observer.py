@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from vtoken.core.observed import ObservedQueries
+from vtoken.core.observed import AttendedQueries, QueryRuns
 from vtoken.kernels.cpu.observer import AttentionObserver
 from vtoken.kernels.layout import vec_views
 
@@ -13,6 +13,11 @@ S, D, HEADS, QUERY_HEADS = 32, 32, 1, 8
 
 def ints(*values: int) -> np.ndarray:
     return np.array(values, dtype=np.int64)
+
+
+def observed(runs: QueryRuns, total: int) -> AttendedQueries:
+    """Some of a forward's queries, of requests without holes."""
+    return AttendedQueries(runs, QueryRuns(ints(), ints(), ints(), ints()), np.empty((0, 0), dtype=np.bool_), total)
 
 
 def observer_over(tokens: int, layers: int, sink: float) -> tuple[AttentionObserver, torch.Tensor, torch.Tensor]:
@@ -31,7 +36,7 @@ def test_a_sum_over_thousands_of_queries_and_all_layers_is_exact(sink: float) ->
     """Added one by one in float32, such a sum is off by more than the tolerance of 1e-3."""
     tokens, layers = 4096, 64
     observer, cache, query = observer_over(tokens, layers, sink)
-    queries = ObservedQueries(ints(0), ints(0), ints(tokens), ints(tokens), whole=True)
+    queries = observed(QueryRuns(ints(0), ints(0), ints(tokens), ints(tokens)), total=tokens)
     observer.begin(queries, np.arange(tokens // S, dtype=np.int32)[None])
     assert observer.active and not observer.replaces_backend
     output = torch.empty_like(query)
@@ -46,7 +51,7 @@ def test_a_sum_over_thousands_of_queries_and_all_layers_is_exact(sink: float) ->
 def test_single_queries_replace_the_backend_and_others_do_not_touch_the_output() -> None:
     observer, cache, query = observer_over(128, 1, 1.0)
     table = np.array([[0, 1, 9], [2, 3, 9]], dtype=np.int32)
-    lone = ObservedQueries(ints(1, 0), ints(1, 0), ints(1, 1), ints(40, 33), whole=True)
+    lone = observed(QueryRuns(ints(1, 0), ints(1, 0), ints(1, 1), ints(40, 33)), total=2)
     observer.begin(lone, table)
     assert observer.replaces_backend
     output = torch.full((3, QUERY_HEADS, D), 7.0)
@@ -56,7 +61,7 @@ def test_single_queries_replace_the_backend_and_others_do_not_touch_the_output()
     assert mass[:40].sum() == pytest.approx(QUERY_HEADS, rel=1e-5)  # in the order asked, not in the batch's
     assert mass[40:].sum() == pytest.approx(QUERY_HEADS, rel=1e-5) and len(mass) == 73
 
-    observer.begin(ObservedQueries(ints(0), ints(1), ints(2), ints(30), whole=False), table)
+    observer.begin(observed(QueryRuns(ints(0), ints(1), ints(2), ints(30)), total=3), table)
     assert not observer.replaces_backend
     output.fill_(7)
     observer.attend(query[:3], *vec_views(cache), output)

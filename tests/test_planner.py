@@ -1,10 +1,12 @@
 """Hole filling: which tokens move where, how many blocks stay, and that no plan does more than it must."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 
 from vtoken.core import audit
-from vtoken.core.planner import Plan, Snapshot, plan_fill
+from vtoken.core.planner import Packing, Plan, Snapshot, choose_packings, plan_fill, plan_packing
 from vtoken.core.reclamation import FillReclamation
 from vtoken.core.token_table import HOLE, TokenTable
 
@@ -157,3 +159,122 @@ class TestFillReclamation:
         reclamation.commit(plan)
         with pytest.raises(ValueError, match="move"):
             reclamation.commit(plan)
+
+
+class TestChoosePackings:
+    def choose(
+        self, live: list[list[int]], full: list[int] | None = None, *, sources: int = 8, destinations: int = 99
+    ) -> list[tuple[int, list[int], int]]:
+        counts = np.array(live, dtype=np.int32)
+        full_blocks = ints(*(full or [counts.shape[1]] * len(counts)))
+        chosen = choose_packings(10 + np.arange(len(counts)), counts, full_blocks, sources, destinations, S)
+        return [(p.row, p.sources.tolist(), p.destinations) for p in chosen]
+
+    def test_the_sparsest_blocks_as_many_as_pay(self) -> None:
+        assert self.choose([[4, 1, 2, 4, 1]]) == [(10, [1, 2, 4], 1)]
+
+    def test_fewer_if_that_frees_as_many(self) -> None:
+        assert self.choose([[2, 2, 3, 3]]) == [(10, [0, 1], 1)]
+
+    def test_blocks_that_do_not_become_fewer_stay(self) -> None:
+        assert self.choose([[3, 3, 3]]) == [] and self.choose([[1, 4, 4]]) == [] and self.choose([[3, 2, 4, 4]]) == []
+
+    def test_more_blocks_may_pay_where_two_do_not(self) -> None:
+        assert self.choose([[3, 3, 3, 3]]) == [(10, [0, 1, 2, 3], 3)]
+
+    def test_a_block_that_is_being_filled_is_no_source(self) -> None:
+        assert self.choose([[4, 1, 1]], [2]) == [] and self.choose([[1, 1, 1]], [2]) == [(10, [0, 1], 1)]
+        assert self.choose([[1, 1, 1]], [0]) == []
+
+    def test_no_more_sources_than_allowed(self) -> None:
+        assert self.choose([[1, 1, 1, 1, 1, 1]], sources=3) == [(10, [0, 1, 2], 1)]
+        assert self.choose([[3, 3, 3, 3]], sources=3) == []
+
+    def test_no_more_destinations_than_granted_over_all_requests(self) -> None:
+        live = [[1, 1, 4, 4], [1, 1, 1, 4], [0, 1, 1, 2]]
+        assert self.choose(live) == [(12, [0, 1, 2, 3], 1), (11, [0, 1, 2], 1), (10, [0, 1], 1)]
+        assert self.choose(live, destinations=2) == [(12, [0, 1, 2, 3], 1), (11, [0, 1, 2], 1)]
+        assert self.choose(live, destinations=0) == []
+
+    def test_a_smaller_packing_where_the_best_has_no_room(self) -> None:
+        live = [[2, 2, 2, 2, 2, 2]]
+        assert self.choose(live) == [(10, [0, 1, 2, 3, 4, 5], 3)]
+        assert self.choose(live, destinations=2) == [(10, [0, 1, 2, 3], 2)]
+
+    def test_a_request_with_less_than_a_block_of_dead_slots_is_left_alone(self) -> None:
+        assert self.choose([[3, 3, 4, 3]]) == [] and self.choose([[4, 4]]) == []
+
+
+class TestPlanPacking:
+    def test_in_logical_order_from_the_first_source_on(self) -> None:
+        """Blocks 1 and 3 go into one that stands before them; what they hold is put in logical order."""
+        before = [0, 1, 2, 3, 9, HOLE, HOLE, 5, 10, 11, 12, 13, HOLE, 4, HOLE, HOLE]
+        with_destination = np.array([*before[:4], *[HOLE] * 4, *before[4:]], dtype=np.int32)
+        moves = plan_packing(Packing(7, ints(1, 3), 1), with_destination, S)
+        assert moves.rows.tolist() == [7, 7, 7]
+        assert moves.sources.tolist() == [17, 11, 8] and moves.destinations.tolist() == [4, 5, 6]
+
+
+@dataclass(frozen=True)
+class Burst:
+    """One request of whole blocks that forgot tokens, and what packing and filling would do about it.
+
+    Attributes:
+        packed, filled, alive: tokens that packing moves, that filling moves, and that there are.
+        share: of the slots of the packed blocks, how many are alive.
+        returned: blocks that either gives back.
+    """
+
+    packed: int
+    filled: int
+    alive: int
+    share: float
+    returned: int
+
+
+def burst(dead: np.ndarray, size: int) -> Burst:
+    """``dead`` says of every token whether it is."""
+    held = len(dead) // size
+    logical_at = np.where(dead, HOLE, np.arange(len(dead))).astype(np.int32)
+    live_in_block = (~dead).reshape(held, size).sum(axis=1).astype(np.int32)
+    (packing,) = choose_packings(ints(0), live_in_block[None], ints(held), held, held, size)
+    packed = int(live_in_block[packing.sources].sum())
+    returned = len(packing.sources) - packing.destinations
+    plan = plan_fill(Snapshot(ints(0), logical_at[None], ints(int((~dead).sum()))), ints(0), size)
+    assert held - int(plan.keep_blocks[0]) == returned, "packing all sparse blocks leaves as few as filling"
+    return Burst(packed, len(plan.moves), int((~dead).sum()), packed / (len(packing.sources) * size), returned)
+
+
+class TestFillAgainstPack:
+    """For the same blocks of the same table: packing copies what lives in them, filling only what lives behind.
+
+    Of m packed blocks with a share u alive, u * m * S tokens move and (1 - u) * m blocks come back. To give back as
+    many, filling empties as many, and if the dead lie anywhere these hold no more than u of their slots alive.
+    """
+
+    @pytest.mark.parametrize("share", [0.3, 0.5, 0.7])
+    @pytest.mark.parametrize("blocks", [16, 64])
+    def test_random_victims(self, blocks: int, share: float) -> None:
+        """Over many bursts: by how much the last blocks happen to be fuller than the others is chance."""
+        rng, size = np.random.default_rng(blocks), 16
+        bursts = [burst(rng.random(blocks * size) < share, size) for _ in range(100)]
+        bound = sum((1 - b.share) * b.packed + size for b in bursts)
+        assert 0 < sum(b.filled for b in bursts) <= bound
+        assert sum(b.alive for b in bursts) > bound, "a plan that moves every token should not pass"
+        assert sum(b.packed for b in bursts) > bound, "nor should packing itself"
+
+    def test_any_victims(self) -> None:
+        """Whatever died, filling moves no more tokens than the slots that come back, and one block's worth."""
+        rng = np.random.default_rng(3)
+        for _ in range(300):
+            chance = np.repeat(rng.random(12) ** rng.integers(1, 4), S)
+            dead = rng.random(12 * S) < chance
+            dead[:S] = True  # so that there is something to gain
+            one = burst(dead | (np.arange(12 * S) % 12 == 5), S)
+            assert one.filled <= one.returned * S + S - 1
+
+    def test_where_the_dead_are_all_in_front_filling_moves_more(self) -> None:
+        """The first comparison needs victims anywhere: here four blocks keep one token each, before full ones."""
+        dead = np.arange(8 * S) % S > 0
+        dead[4 * S :] = False
+        assert burst(dead, S) == Burst(packed=4, filled=12, alive=20, share=0.25, returned=3)

@@ -1,7 +1,8 @@
 """What the policy is told: masses and key norms of the right tokens, at the right moments, and nothing else."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,9 @@ import pytest
 from vtoken.config import VTokenConfig
 from vtoken.core.budget import cadence_of
 from vtoken.core.ledger import LengthLedger
-from vtoken.core.observed import ObservedQueries
+from vtoken.core.observed import AttendedQueries
+from vtoken.core.token_table import HOLE
+from vtoken.kernels.copy_engine import InlineCopyEngine
 from vtoken.policies import ALL, Needs, Observation, Policy, PolicyBatch
 from vtoken.vllm_plugin.protocol import StepPlan
 from vtoken.vllm_plugin.ranks import Ranks
@@ -24,7 +27,7 @@ HEADS = 6
 def attention(tokens: Sequence[int], query: int) -> np.ndarray:
     """What the query at logical position ``query`` gives to these tokens: a function of ids alone, summing to HEADS."""
     ids = np.asarray(tokens, dtype=np.float64)
-    weight = np.where(ids <= query, 1 + (ids * 7 + query * 3) % 11, 0)
+    weight = np.where((ids <= query) & (ids != HOLE), 1 + (ids * 7 + query * 3) % 11, 0)
     return HEADS * weight / weight.sum()
 
 
@@ -35,21 +38,21 @@ class FakeObserver:
     each_query: bool = False
     decay: float = 1.0
     heads: int = HEADS
-    asked: list[ObservedQueries | None] = field(default_factory=list)
+    asked: list[AttendedQueries] = field(default_factory=list)
     spoil: float = 1.0
     worker: Any = None
 
-    def begin(self, queries: ObservedQueries | None, block_table: Any) -> None:
+    def begin(self, queries: AttendedQueries, block_table: Any) -> None:
         self.asked.append(queries)
 
     def take(self) -> np.ndarray:
-        queries, table, lines = self.asked[-1], self.worker.table, []
-        assert queries is not None
-        for index, count, attended in zip(queries.index, queries.count, queries.attended, strict=True):
+        queries, table, lines = self.asked[-1].observed, self.worker.table, []
+        for index, several, attended in zip(queries.index, queries.count, queries.attended, strict=True):
             row = int(table.rows([f"r{index}"])[0])
             tokens, last = table.logical_at[row, :attended], int(table.length[row]) - 1
-            rows = np.array([attention(tokens, last - back) for back in range(count - 1, -1, -1)])
-            weights = self.decay ** np.arange(count - 1, -1, -1)
+            rows = np.array([attention(tokens, last - back) for back in range(several - 1, -1, -1)])
+            rows[:, tokens == HOLE] = np.nan  # nobody may look there
+            weights = self.decay ** np.arange(several - 1, -1, -1)
             lines += list(rows) if self.each_query else [weights @ rows]
         return (np.concatenate(lines) * self.spoil).astype(np.float32)
 
@@ -79,15 +82,16 @@ class Driver:
     """A ledger and a worker, stepped together; requests are r0, r1, ... in batch order."""
 
     def __init__(self, needs: Needs, observer: FakeObserver | None = None, **settings: Any) -> None:
-        self.config = VTokenConfig(**{"sinks": 2, "recent": 4, **settings})
+        self.config = VTokenConfig(**{"policy": "streaming_llm", "sinks": 2, "recent": 4, **settings})
         self.policy = Recorder(needs)
         self.observer = observer or FakeObserver(needs.each_query, needs.query_decay)
         self.moved: list[int] = []
-        self.ledger = LengthLedger(S, cadence_of(self.config, needs.prompt_queries, needs.decode_queries))
+        cadence = cadence_of(self.config, needs.prompt_queries, needs.decode_queries)
+        self.ledger = LengthLedger(S, cadence, dense=self.config.reclaim == "fill")
         self.worker = EvictionWorker(
             self.config,
             S,
-            lambda sources, destinations: self.moved.extend(destinations.tolist()),
+            InlineCopyEngine(lambda sources, destinations: self.moved.extend(destinations.tolist())),
             self.observer,
             lambda slots: (slots % 97).astype(np.float32),
         )
@@ -98,35 +102,52 @@ class Driver:
         self.known: dict[str, int] = {}
         self.errors: dict[str, str] = {}
         self.fresh: dict[str, list[int]] = {}
+        self.blocks: dict[str, list[int]] = {}
+        self.free_blocks: dict[str, Iterator[int]] = {}
+        self.grants = count(10_000)
 
     def add(self, prompt: int, budget: int) -> None:
         name = f"r{len(self.known)}"
         self.ledger.open(name, prompt, budget, prompt + 1000)
         self.known[name], self.computed[name] = prompt, 0
         self.fresh[name] = list(range(prompt))
+        self.free_blocks[name] = count(1 + 64 * len(self.free_blocks))
 
     def step(self, *counts: int) -> None:
         """Each request computes so many tokens; none: the next one, or all that is left of its prompt."""
         names = list(self.known)
         new = np.array(counts or [max(self.known[n] - self.computed[n], 1) for n in names], dtype=np.int64)
-        for name, count in zip(names, new.tolist(), strict=True):
-            self.computed[name] += count
+        for name, tokens in zip(names, new.tolist(), strict=True):
+            self.computed[name] += tokens
             self.known[name] = max(self.known[name], self.computed[name])
         logical = np.array([self.computed[n] for n in names])
-        plan = StepPlan(0, names, self.ledger.schedule(names, new, logical, np.array([self.known[n] for n in names])))
+        counts = self.ledger.schedule(names, new, logical, np.array([self.known[n] for n in names]))
+        granted = [next(self.grants) for _ in range(2)] if self.config.reclaim == "pack" else []
+        plan = StepPlan(0, names, counts, granted=granted)
         self.worker.begin_step(plan, [], self.fresh)
+        self.blocks |= {name: [] for name in self.fresh}
         self.fresh = {}
-        blocks = np.arange(1, 1 + 64 * len(names), dtype=np.int32).reshape(len(names), 64)
+        blocks = np.zeros((len(names), 64), dtype=np.int32)
+        for n, name in enumerate(names):
+            grown = int(plan.counts.num_blocks[n]) - len(self.blocks[name])
+            self.blocks[name] += [next(self.free_blocks[name]) for _ in range(grown)]
+            blocks[n, : len(self.blocks[name])] = self.blocks[name]
         starts = np.concatenate([[0], np.cumsum(new)])
         self.worker.place_tokens(np.arange(len(names)), blocks, plan.counts.num_blocks, starts)
-        self.worker.evict()
-        self.errors = self.worker.take_report().errors
+        self.blocks |= self.worker.evict()
+        report = self.worker.take_report()
+        self.errors = report.errors
+        for name, change in report.changes.items():
+            self.ledger.give_back(name, len(change.freed) - len(change.adopted))
+
+    def observes_everything(self) -> bool:
+        """Whether the last forward had no other queries than the observed ones."""
+        asked = self.observer.asked[-1]
+        return int(asked.observed.count.sum()) == asked.total
 
     def queries(self) -> list[tuple[int, int, int, int]]:
         """(request, first query's place in the batch, queries, positions attended) of the last forward."""
-        asked = self.observer.asked[-1]
-        if asked is None:
-            return []
+        asked = self.observer.asked[-1].observed
         return [tuple(map(int, row)) for row in zip(asked.index, asked.first, asked.count, asked.attended, strict=True)]
 
 
@@ -142,7 +163,7 @@ class TestWhatIsObserved:
         assert driver.queries() == [(0, 0, 40, 40), (1, 40, 30, 30)]
         driver.step()
         assert driver.queries() == [(0, 0, 1, 20), (1, 1, 1, 20)]
-        assert driver.observer.asked[-1].whole
+        assert driver.observes_everything()
 
     def test_the_last_queries_of_a_prompt_that_comes_in_parts(self) -> None:
         driver = Driver(Needs(prompt_queries=8))
@@ -174,9 +195,9 @@ class TestWhatIsObserved:
         driver.add(40, budget=20)
         driver.add(30, budget=2000)
         driver.step()
-        assert driver.queries() == [(0, 0, 40, 40)] and not driver.observer.asked[-1].whole
+        assert driver.queries() == [(0, 0, 40, 40)] and not driver.observes_everything()
         driver.step()
-        assert driver.queries() == [(0, 0, 1, 20)] and not driver.observer.asked[-1].whole
+        assert driver.queries() == [(0, 0, 1, 20)] and not driver.observes_everything()
 
     def test_every_third_decode_query_stands_for_three(self) -> None:
         driver = Driver(ALL_QUERIES, score_interval=3)
@@ -196,13 +217,14 @@ class TestWhatIsObserved:
         driver.add(40, budget=20)
         driver.step()
         driver.step()
-        assert not driver.observer.asked and not driver.policy.seen
+        assert not any(driver.observer.asked) and not driver.policy.seen
 
 
 class TestWhatThePolicySees:
-    def test_masses_belong_to_their_tokens_after_moves(self) -> None:
+    @pytest.mark.parametrize("reclaim", ["fill", "none", "pack"])
+    def test_masses_belong_to_their_tokens_after_moves(self, reclaim: str) -> None:
         """Evictions and moves in between: a token's state is the sum over the queries since, by logical id."""
-        driver = Driver(ALL_QUERIES)
+        driver = Driver(ALL_QUERIES, reclaim=reclaim)
         driver.add(60, budget=24)
         driver.add(45, budget=21)
         state: dict[str, dict[int, float]] = {"r0": {}, "r1": {}}
@@ -220,7 +242,7 @@ class TestWhatThePolicySees:
                 np.testing.assert_allclose(seen.state[part], before, rtol=1e-5)
                 state[name] = dict(zip(tokens, np.array(before) * 2 + mass, strict=True))
                 assert (seen.length[n], seen.position[n], seen.attended[n]) == (length, length - 1, len(tokens))
-        assert driver.moved, "no token was ever moved, so this has shown nothing"
+        assert reclaim == "none" or driver.moved, "no token was ever moved, so this has shown nothing"
         batch = driver.policy.shown[-1]
         expected = [state["r0"][t] for t in batch.tokens[: batch.counts[0]].tolist()]
         np.testing.assert_allclose(batch.state[: batch.counts[0]], expected, rtol=1e-5)
@@ -234,6 +256,20 @@ class TestWhatThePolicySees:
         assert turns == [([40, 2], [37, 0], [38, 1]), ([40, 2], [38, 1], [39, 2]), ([40], [39], [40])]
         for seen in driver.policy.seen:
             np.testing.assert_allclose(seen.mass[:40], attention(range(40), int(seen.position[0])), rtol=1e-5)
+
+    @pytest.mark.parametrize("reclaim", ["fill", "none"])
+    def test_each_query_of_a_chunk_sees_the_tokens_that_are_left(self, reclaim: str) -> None:
+        """The second chunk's queries attend what the first eviction spared, with or without holes between."""
+        needs = Needs(prompt_queries=2, decode_queries=True, each_query=True)
+        driver = Driver(needs, reclaim=reclaim, prefill_evict="chunked", prefill_chunk=32)
+        driver.add(40, budget=12)
+        driver.step(32)
+        driver.step(8)
+        left = sorted(driver.policy.seen[-1].tokens.tolist())
+        assert len(left) == 11 + 8 and left[-8:] == list(range(32, 40))
+        for seen, position in zip(driver.policy.seen[-2:], (38, 39), strict=True):
+            assert (int(seen.position[0]), int(seen.attended[0])) == (position, 11 + position - 31)
+            np.testing.assert_allclose(seen.mass, attention(seen.tokens.tolist(), position), rtol=1e-5)
 
     def test_a_sum_is_weighted(self) -> None:
         driver = Driver(Needs(prompt_queries=ALL, query_decay=0.9))

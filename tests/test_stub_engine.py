@@ -460,7 +460,7 @@ class TestFaults:
         engine.add("a", prompt=90, outputs=10, budget=40)
         engine.add("b", prompt=80, outputs=10, budget=30)
         engine.step()
-        engine.runner._vtoken_truncations = [t for t in engine.runner._vtoken_truncations if t[0] != "a"]
+        del engine.runner._vtoken_blocks["a"]
         self.a_fails_and_b_goes_on(engine, "3 blocks and epoch 1, but the worker holds 39 tokens, 6 blocks")
 
     def test_a_failed_request_writes_into_nobody_else_s_block(self, make: MakeEngine) -> None:
@@ -468,9 +468,8 @@ class TestFaults:
         engine = make(1 + blocks_for(90) + blocks_for(40))
         engine.add("a", prompt=90, outputs=10, budget=40)
         engine.step()
-        (given_back,) = engine.runner._vtoken_truncations
-        engine.runner._vtoken_truncations = []
-        stale = engine.runner.requests["a"].block_ids[0][given_back[1] :]
+        kept = engine.runner._vtoken_blocks.pop("a")
+        stale = engine.runner.requests["a"].block_ids[0][len(kept) :]
         engine.add("c", prompt=90, outputs=10, budget=40)
         engine.runner.broken = {"a"}
         step = engine.step()
@@ -543,22 +542,24 @@ class TestTheStubItself:
 
     def test_a_relocation_that_does_nothing_is_seen(self, make: MakeEngine) -> None:
         engine = make(100)
-        engine.runner.vtoken._relocate = lambda sources, destinations: None
+        engine.runner.vtoken._copies._relocate = lambda sources, destinations: None
         engine.add("a", prompt=90, outputs=10, budget=40)
         with pytest.raises(AssertionError, match="wrong K/V"):
             engine.step()
 
     def test_a_relocation_that_swaps_two_slots_is_seen(self, make: MakeEngine) -> None:
         engine = make(100)
-        relocate = engine.runner.vtoken._relocate
-        engine.runner.vtoken._relocate = lambda sources, destinations: relocate(sources, destinations[::-1].copy())
+        relocate = engine.runner.relocate
+        engine.runner.vtoken._copies._relocate = lambda sources, destinations: relocate(
+            sources, destinations[::-1].copy()
+        )
         engine.add("a", prompt=90, outputs=10, budget=40)
         with pytest.raises(AssertionError, match="wrong K/V"):
             engine.step()
 
     def test_a_block_that_leaks_is_seen(self, make: MakeEngine) -> None:
         engine = make(100)
-        engine.scheduler.vtoken._free = lambda blocks: None
+        engine.pool.free_blocks = lambda blocks: None
         engine.add("a", prompt=90, outputs=10, budget=40)
         with pytest.raises(AssertionError, match="lost or doubled"):
             engine.step()
@@ -571,13 +572,13 @@ class TestTheStubItself:
 
     def test_a_block_that_is_freed_twice_is_seen(self, make: MakeEngine) -> None:
         engine = make(100)
-        free = engine.scheduler.vtoken._free
+        free = engine.pool.free_blocks
 
         def twice(blocks: list[object]) -> None:
             free(blocks)
             free(blocks)
 
-        engine.scheduler.vtoken._free = twice
+        engine.pool.free_blocks = twice
         engine.add("a", prompt=90, outputs=10, budget=40)
         with pytest.raises(AssertionError):
             engine.step()

@@ -330,3 +330,78 @@ class TestRefusingTokens:
         with pytest.raises(ValueError, match="do not hold its new tokens"):
             append(table, "a", [7, 2, 5, 6], 7)
         assert state(table) == before
+
+
+class TestWithoutRecycling:
+    """Without recycling: holes stay where they are, new tokens come last, blocks come and go in the middle."""
+
+    @pytest.fixture
+    def holed(self) -> TokenTable:
+        """Ten tokens in blocks 7, 2 and 5, of which 1, 4, 5, 6 and 7 are dead: block 2 is empty."""
+        table = TokenTable(S, recycling=False)
+        table.add_request("a")
+        append(table, "a", [7, 2, 5], 10)
+        evict(table, "a", 1, 4, 5, 6, 7)
+        return table
+
+    def test_a_new_token_comes_after_the_last_one(self, holed: TokenTable) -> None:
+        assert append(holed, "a", [7, 2, 5], 1) == [5 * S + 2]
+        assert append(holed, "a", [7, 2, 5, 9], 3) == [5 * S + 3, 9 * S, 9 * S + 1]
+        assert int(holed.end[0]) == 14 and int(holed.num_live[0]) == 9
+        audit.check_mapping(holed)
+
+    def test_a_block_leaves_from_the_middle(self, holed: TokenTable) -> None:
+        ids = audit.live_ids(holed)
+        holed.remove_blocks(ints(0), ints(1))
+        assert layout(holed, "a") == [0, HOLE, 2, 3, 8, 9, HOLE, HOLE]
+        assert holed.block_ids("a") == [7, 5] and live_counts(holed, "a") == [3, 2] and int(holed.end[0]) == 6
+        assert holed.slot("a", 9) == 5 * S + 1
+        assert append(holed, "a", [7, 5], 1) == [5 * S + 2]
+        audit.check_mapping(holed)
+        evict(holed, "a", 10)
+        audit.check_conservation(ids, holed)
+
+    def test_blocks_come_in_the_middle(self, holed: TokenTable) -> None:
+        ids = audit.live_ids(holed)
+        holed.insert_blocks(0, 1, [11, 12])
+        assert holed.block_ids("a") == [7, 11, 12, 2, 5] and live_counts(holed, "a") == [3, 0, 0, 0, 2]
+        assert layout(holed, "a") == [0, HOLE, 2, 3, *[HOLE] * 12, 8, 9, HOLE, HOLE] and int(holed.end[0]) == 18
+        audit.check_mapping(holed)
+        audit.check_conservation(ids, holed)
+        holed.remove_blocks(ints(0, 0, 0), ints(1, 2, 3))
+        assert layout(holed, "a") == [0, HOLE, 2, 3, 8, 9, HOLE, HOLE] and int(holed.end[0]) == 6
+
+    def test_room_is_made_for_more_blocks_than_the_row_had(self) -> None:
+        table = TokenTable(S, recycling=False, requests=1, tokens=S)
+        table.add_request("a")
+        append(table, "a", [7], S)
+        table.insert_blocks(0, 0, [1, 2, 3])
+        assert table.block_ids("a") == [1, 2, 3, 7] and table.slot("a", 3) == 7 * S + 3
+        audit.check_mapping(table)
+
+    @pytest.mark.parametrize(
+        ("columns", "sentence"),
+        [((0,), "must not hold a live token"), ((1, 0), "must not hold a live token"), ((2,), "still being filled")],
+    )
+    def test_blocks_that_cannot_leave(self, holed: TokenTable, columns: tuple[int, ...], sentence: str) -> None:
+        evict(holed, "a", 8, 9)
+        before = state(holed)
+        with pytest.raises(ValueError, match=sentence):
+            holed.remove_blocks(np.zeros(len(columns), dtype=np.int64), ints(*columns))
+        assert state(holed) == before
+
+    @pytest.mark.parametrize("column", [-1, 3])
+    def test_blocks_cannot_come_behind_the_end(self, holed: TokenTable, column: int) -> None:
+        before = state(holed)
+        with pytest.raises(ValueError, match="before the end"):
+            holed.insert_blocks(0, column, [11])
+        assert state(holed) == before
+
+    def test_a_dropped_request_leaves_nothing(self, holed: TokenTable) -> None:
+        holed.insert_blocks(0, 1, [11])
+        holed.remove_blocks(ints(0), ints(2))
+        holed.drop_request("a")
+        assert (holed.logical_at == HOLE).all() and not holed.live_in_block.any() and int(holed.end[0]) == 0
+        holed.add_request("b")
+        assert append(holed, "b", [3], 2) == [3 * S, 3 * S + 1]
+        audit.check_mapping(holed)
