@@ -45,7 +45,7 @@ demo: setup
 	@$(BIN)/vtoken demo $(ARGS)
 
 test: setup
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
 
 bench: setup
 	@for name in $(BENCH); do VLLM_LOGGING_LEVEL=ERROR $(BIN)/python benchmarks/$$name.py $(ARGS) || exit 1; done

@@ -125,7 +125,7 @@ class VTokenConfig(_Options):
         None,
         gt=0.0,
         lt=1.0,
-        description="pack: reclaim at once, whatever is free, when the dead share rises by this much between two looks.",
+        description="pack: reclaim at once, whatever is free, when the dead share has risen by this since the last look.",
     )
     copies: Literal["async", "inline", "force_sync"] = Field(
         "async",
