@@ -3,7 +3,7 @@
 
 PYTHON ?= python3
 ARGS ?=
-BENCH ?= hook_cost attention_speed policy_cost relocation
+BENCH ?= hook_cost attention_speed policy_cost relocation copy_overlap
 
 VENV := .venv
 BIN := $(VENV)/bin

@@ -13,8 +13,10 @@ from vtoken.config import VTokenConfig
 from vtoken.core.token_scores import prompt_hash
 from vtoken.core.trace import Incarnation, Trace
 from vtoken.evaluation.agreement import ModeRun, compare, compare_texts, replaying, run_mode
+from vtoken.evaluation.prompt_file import read_prompt_file
+from vtoken.evaluation.questions import data_directory
 from vtoken.evaluation.recorded_victims import RecordedVictims, write_victims
-from vtoken.evaluation.workloads import Workload
+from vtoken.evaluation.workloads import Workload, load_tokenizer
 from vtoken.policies import PolicyBatch
 
 WORKS = [Workload(f"r{n}", prompt, 40) for n, prompt in enumerate(prompts((220, 90, 130), 512))]
@@ -53,6 +55,22 @@ def test_replayed_victims_give_the_same_logits(
         wrong = compare(recorded, replace(other, runs={**other.runs, "r1": replace(run, logits=logits)}))
         assert not wrong.holds(1e-3)
     assert wrong.other_choices == agreement.other_choices + 1 and wrong.widest_tie > 1e-3
+
+
+@pytest.mark.slow
+def test_chat_prompts_on_the_real_model(smollm2: Path, tmp_path: Path) -> None:
+    directory = data_directory()
+    if directory is None:
+        pytest.skip("there are no workloads: VTOKEN_DATA names no directory with chat.jsonl")
+    works = read_prompt_file(directory / "chat.jsonl", load_tokenizer(smollm2), 10**9, 32, limit=12)
+    works = [Workload(w.request_id, w.prompt_token_ids, 32) for w in works if 150 < len(w.prompt_token_ids) < 700][:3]
+    recorded = run_mode(smollm2, config(policy="h2o", budget=0.5), works, ENGINE_ARGS)
+    given = {req_id: run.token_ids for req_id, run in recorded.runs.items()}
+    again = replaying(recorded.config, recorded, works, tmp_path / "v.json")
+    for options in ({"reclaim": "none"}, PACKING):
+        other = run_mode(smollm2, config(**{**again.model_dump(), **options}), works, ENGINE_ARGS, given)
+        agreement = compare(recorded, other)
+        assert (agreement.requests, agreement.outputs) == (3, 96) and agreement.holds(1e-3), agreement
 
 
 def test_runs_with_other_victims_are_not_compared(tiny: Tiny) -> None:
