@@ -59,6 +59,17 @@ def smollm2() -> Path:
     return Path(ensure_model())
 
 
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    """Sets torch's number of threads, for the test."""
+    import torch
+    from torch._C import set_num_threads  # vLLM replaces torch's own name for it once a worker has bound its threads
+
+    before = torch.get_num_threads()
+    yield set_num_threads
+    set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def stub_model_config(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A Llama configuration; there are no weights, and none are needed."""

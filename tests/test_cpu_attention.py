@@ -1,6 +1,6 @@
 """The CPU's attention kernels, against the torch references and down to the pieces that they are made of."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -26,14 +26,6 @@ SHAPES = [
     (26, 2, 16, 48),  # more rows than a tile of registers has
 ]
 POISONS = [(torch.nan, 1e30), (1e30, torch.nan), (-torch.inf, torch.inf), (0.0, 0.0)]
-
-
-@pytest.fixture
-def threads() -> Iterator[Callable[[int], None]]:
-    """Sets torch's number of threads, for the test."""
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
 
 
 def problem(

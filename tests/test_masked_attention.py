@@ -1,6 +1,6 @@
 """Attention over a cache with holes: the same as if the dead positions had been taken out."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -22,14 +22,6 @@ SHAPES = [
     (4, 4, 32, 16),  # MHA
     (7, 1, 80, 16),  # MQA
 ]
-
-
-@pytest.fixture
-def threads() -> Iterator[Callable[[int], None]]:
-    """Sets torch's number of threads, for the test."""
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(params=[False, True], ids=["reference", "compiled"])

@@ -391,7 +391,7 @@ def test_every_setting_is_run_and_saved_after_native(monkeypatch: pytest.MonkeyP
     report = run_quality(small_plan, Console(file=output), save=lambda report: saved.append(len(report.runs)))
     assert [spec.vtoken for spec in specs] == [run.config for run in report.runs] == [None, *small_plan.configs]
     assert saved == [1, 2, 3]
-    assert "streaming_llm 64: 2 of 2 needles" in output.getvalue()
+    assert "snapkv 64: 2 of 2 needles" in output.getvalue()
 
 
 def test_a_run_that_breaks_off(monkeypatch: pytest.MonkeyPatch, small_plan: QualityPlan) -> None:
