@@ -6,10 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from vtoken.config import VTokenConfig
 from vtoken.evaluation.measure import IDLE_STEPS_BEFORE_GIVING_UP, RunError, Snapshot
 from vtoken.evaluation.questions import Question
-from vtoken.evaluation.run_one import Emit, listen
+from vtoken.evaluation.run_one import Emit, listen, with_engine
 from vtoken.evaluation.workloads import load_tokenizer
 
 WARM_UP_TOKENS = 256
@@ -66,37 +65,23 @@ def main() -> int:
 
 
 def run(spec: dict[str, Any], emit: Emit) -> int:
-    """Ask what ``spec`` says (see ``QualitySpec``) and emit "started", and one "answer" event per question.
+    """Ask what ``spec`` says (see ``QualitySpec``) and emit "started", and one "answer" event per question."""
 
-    A configuration that cannot run is emitted as "refused", a run that broke off as "failed".
-    """
-    from vtoken.vllm_plugin import make_engine
-
-    config = VTokenConfig(**spec["vtoken"]) if spec["vtoken"] is not None else None
-    try:
-        engine = make_engine(spec["model"], config, **spec["engine_args"])
-    except ValueError as error:
-        emit(event="refused", message=str(error))
-        return 2
-    try:
+    def work(engine: Engine) -> None:
         emit(event="started")
         questions = [Question(**question) for question in spec["questions"]]
         if not questions:
-            return 0
+            return
         tokenizer = load_tokenizer(spec["model"])
         first = questions[0]
         ask(engine, Question("warm-up", first.prompt_token_ids[:WARM_UP_TOKENS], first.forced[:1], 2), tokenizer.decode)
         for question in questions:
             answer = ask(engine, question, tokenizer.decode)
-            if config is not None and answer.tokens_evicted == 0:
+            if spec["vtoken"] is not None and answer.tokens_evicted == 0:
                 raise RunError(f"question {question.question_id} was answered without any eviction.")
             emit(event="answer", answer=asdict(answer))
-        return 0
-    except RunError as error:
-        emit(event="failed", message=str(error))
-        return 1
-    finally:
-        engine.shutdown()
+
+    return with_engine(spec, emit, work)
 
 
 def ask(

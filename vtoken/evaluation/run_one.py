@@ -34,22 +34,12 @@ def listen(run: Callable[[dict[str, Any], Emit], int]) -> int:
 
 
 def run(spec: dict[str, Any], emit: Emit) -> int:
-    """Run what ``spec`` describes (see ``RunSpec``) and emit "started", "progress" and "result" events.
+    """Run what ``spec`` describes (see ``RunSpec``) and emit "started", "progress" and "result" events."""
 
-    A configuration that cannot run is emitted as "refused", a run that broke off as "failed".
-    """
-    from vtoken.vllm_plugin import make_engine
-
-    config = VTokenConfig(**spec["vtoken"]) if spec["vtoken"] is not None else None
-    try:
-        engine = make_engine(spec["model"], config, **spec["engine_args"])
-    except ValueError as error:
-        emit(event="refused", message=str(error))
-        return 2
-    try:
+    def work(engine: Any) -> None:
         emit(event="started", block_size=engine.block_size, num_blocks=engine.num_blocks)
         if not spec["workloads"]:
-            return 0
+            return
         workloads = [Workload(**work) for work in spec["workloads"]]
         _warm_up(engine, workloads[0])
         tokenizer = load_tokenizer(spec["model"])
@@ -61,6 +51,25 @@ def run(spec: dict[str, Any], emit: Emit) -> int:
             report=_rarely(lambda progress: emit(event="progress", **vars(progress))),
         )
         emit(event="result", result=result.to_json())
+
+    return with_engine(spec, emit, work)
+
+
+def with_engine(spec: dict[str, Any], emit: Emit, work: Callable[[Any], None]) -> int:
+    """Start the engine of ``spec``, let ``work`` use it, and return the exit code.
+
+    A configuration that cannot run is emitted as "refused", work that broke off as "failed".
+    """
+    from vtoken.vllm_plugin import make_engine
+
+    config = VTokenConfig(**spec["vtoken"]) if spec["vtoken"] is not None else None
+    try:
+        engine = make_engine(spec["model"], config, **spec["engine_args"])
+    except ValueError as error:
+        emit(event="refused", message=str(error))
+        return 2
+    try:
+        work(engine)
         return 0
     except RunError as error:
         emit(event="failed", message=str(error))
