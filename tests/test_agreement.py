@@ -1,5 +1,6 @@
 """The three ways of reclaiming compute the same from the same victims, and the comparison could have said otherwise."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -104,3 +105,18 @@ def test_a_preempted_request_is_not_recorded(tmp_path: Path) -> None:
 def test_texts_are_compared() -> None:
     found = compare_texts(["a b c d", "x y"], ["a b c d", "x z"], [(4, 4), (2, 3)])
     assert (found.requests, found.identical, found.rouge_l, found.median_length_ratio) == (2, 1, 0.75, 1.25)
+
+
+def test_equal_prompts_with_other_victims_are_not_recorded(tmp_path: Path) -> None:
+    one, two = (Trace([Incarnation(0, [3], [[victim]], [])]) for victim in (0, 1))
+    write_victims(tmp_path / "v.json", [([1, 2, 3], one), ([1, 2, 3], one)])
+    with pytest.raises(ValueError, match="same prompt forgot different tokens"):
+        write_victims(tmp_path / "v.json", [([1, 2, 3], one), ([1, 2, 3], two)])
+
+
+def test_a_file_that_is_written_anew_is_read_anew(tmp_path: Path) -> None:
+    file = tmp_path / "v.json"
+    for victim in (0, 1):
+        write_victims(file, [([1, 2, 3], Trace([Incarnation(0, [3], [[victim]], [])]))])
+        os.utime(file, ns=(victim, victim))
+        assert RecordedVictims(str(file)).priority(batch([1, 2, 3], [0, 1, 2], 3)).tolist().index(0) == victim

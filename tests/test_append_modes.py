@@ -210,16 +210,39 @@ class TestAdmission:
             engine.add(f"r{n}", prompt=96, outputs=30, budget=40)
         return engine
 
-    def test_nobody_is_admitted_while_reclaiming_gains(self, make: MakeEngine) -> None:
+    def test_who_fits_is_admitted_while_reclaiming_gains(self, make: MakeEngine) -> None:
         engine = self.several(make, 101)
         engine.step()
-        engine.add("new", prompt=96, outputs=5, budget=40)
-        waited = []
-        for _ in range(6):
-            waited.append(not engine.step().output.scheduled_new_reqs)
-        # One packing in each of the first four steps; the fifth finds nothing, and the sixth may admit.
-        assert waited == [True, True, True, True, False, True]
+        for n in range(3):  # one packing in each of the first steps
+            engine.add(f"new{n}", prompt=96, outputs=5, budget=40)
+            step = engine.step()
+            assert [new.req_id for new in step.output.scheduled_new_reqs] == [f"new{n}"]
+            assert len(step.report.changes) >= 1 and step.report.packed > 0
         engine.run()
+
+    def test_who_does_not_fit_waits_for_what_is_trapped(self, make: MakeEngine) -> None:
+        """It would take all free blocks, the headroom of one included. The others end after 30 steps, so it does not wait
+        for that."""
+        engine = self.several(make, 1 + 24 + 5)
+        engine.step()
+        engine.add("new", prompt=engine.pool.get_num_free_blocks() * S, outputs=2, budget=500)
+        waited = 0
+        while not engine.step().output.scheduled_new_reqs:
+            waited += 1
+        assert 0 < waited < 20 and packed(engine) > 0 and engine.preemptions == 0
+        engine.run()
+
+    @pytest.mark.parametrize("looks", [True, False], ids=["looked at", "control"])
+    def test_blocks_are_looked_for_before_anybody_is_preempted(self, make: MakeEngine, looks: bool) -> None:
+        """All requests grow, and the next regular look is far away."""
+        options = {"theta_f": 0.1, "low_watermark": 0.0, "check_interval": 1000, "headroom": 0.1}
+        engine = engine_for(make, "pack", 1 + 45, **options)
+        if not looks:
+            engine.scheduler.vtoken._packing.grant = lambda *counts: 0
+        for n in range(12):
+            engine.add(f"r{n}", prompt=17 + n, outputs=90, budget=24 + n)
+        engine.run()
+        assert (engine.preemptions == 0) == (packed(engine) > 0) == looks
 
     def test_where_nothing_can_be_gained_they_are(self, make: MakeEngine) -> None:
         """A few dead slots in every request, never a block's worth: waste without anything to do about it."""
@@ -264,20 +287,18 @@ class TestAdmission:
 
 class TestWhen:
     def test_deferred_while_no_block_is_free(self, make: MakeEngine) -> None:
-        """In the second step, the first that is looked at, three requests take the three free blocks."""
-        engine = holed(make, 1 + 9, check_interval=2)
+        """In the second step, the first that is looked at, five requests take the five free blocks."""
+        engine = holed(make, 1 + 13, check_interval=2)
         manager = engine.scheduler.vtoken._packing
-        for req_id in ("b", "c"):
+        for req_id in ("b", "c", "d", "e"):
             engine.add(req_id, prompt=S, outputs=3, budget=500)
         engine.step()
-        assert engine.pool.get_num_free_blocks() == 3
+        assert engine.pool.get_num_free_blocks() == 5
         second = engine.step()
         assert plan_of(second.output).granted == [] and (manager.looks, manager.grants, manager.deferrals) == (1, 0, 1)
         engine.step()
-        assert engine.pool.get_num_free_blocks() == 4  # b and c are through
         fourth = engine.step()
-        assert fourth.report.changes["a"].adopted == plan_of(fourth.output).granted
-        assert (manager.looks, manager.grants, manager.deferrals) == (2, 1, 1)
+        assert fourth.report.changes["a"].adopted == plan_of(fourth.output).granted != []
         engine.run()
 
     @pytest.mark.parametrize(("interval", "looks"), [(1, 12), (4, 3), (5, 2), (13, 0)])
@@ -473,3 +494,22 @@ class TestTheStubItself:
         engine.manager.lose = lambda req_id: None
         with pytest.raises(RuntimeError, match="of request a, which does not hold them"):
             engine.step(before_update=lambda: engine.abort("a"))
+
+
+class TestFailedRequests:
+    def test_are_not_packed(self, make: MakeEngine) -> None:
+        """The table of `a` is damaged: it ends with an error, and nothing of it is moved or reported any more."""
+        engine = engine_for(make, "pack", 101)
+        engine.add("a", prompt=96, outputs=12, budget=40)
+        engine.add("b", prompt=80, outputs=10, budget=30)
+        grant = engine.scheduler.vtoken._packing.grant
+        engine.scheduler.vtoken._packing.grant = lambda *counts: 0
+        engine.step()
+        engine.step()
+        engine.scheduler.vtoken._packing.grant = grant
+        engine.runner.vtoken.table.evict_token("a", 85)
+        engine.runner.broken = {"a"}
+        step = engine.step()
+        assert step.finished == {"a": "error"} and list(step.report.errors) == ["a"]
+        assert "a" not in step.report.changes and step.report.changes["b"].adopted
+        engine.run()

@@ -133,3 +133,5 @@ def test_the_pool_that_one_request_needs() -> None:
     assert longest_request(VTokenConfig(budget=1.0, prefill_evict="chunked"), 4096) == 4096
     assert longest_request(VTokenConfig(budget=64, prefill_evict="chunked", prefill_chunk=8), 4096) == 64 - 1 + 8
     assert blocks_for(longest_request(share, 4096)) == 80
+    for mode in ("pack", "none"):  # holes are not bounded
+        assert longest_request(share.model_copy(update={"reclaim": mode}), 4096) == 4096

@@ -1,6 +1,7 @@
 """Copies between two forwards: behind the one, before the other, in every order that a device may choose."""
 
 import gc
+import os
 import subprocess
 import sys
 import threading
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vtoken.core.ragged import Ints
-from vtoken.kernels.copy_engine import CopyEngine, CopyMode, ForcedSync, InlineCopyEngine, copy_engine_for
+from vtoken.kernels.copy_engine import CPUS, CopyEngine, CopyMode, ForcedSync, InlineCopyEngine, copy_engine_for
 from vtoken.kernels.cpu.copy_engine import ThreadCopyEngine
 from vtoken.kernels.gpu.copy_engine import CudaCopyEngine
 
@@ -401,6 +402,21 @@ class TestThreadCopyEngine:
             relocate.gate.set()
             engine.wait()
             assert relocate.made == [([1, 2], [5, 6])]
+
+    @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system does not pin threads")
+    def test_it_may_use_every_processor_although_its_maker_is_pinned(self) -> None:
+        """vLLM pins the thread that computes before it has its cache, and threads inherit that."""
+        found: list[set[int]] = []
+        mine = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, {min(mine)})
+        try:
+            engine = ThreadCopyEngine(lambda *_: found.append(os.sched_getaffinity(0)))
+            engine.launch(slots(1), slots(2))
+            engine.finish()
+            engine.close()
+            assert found == [CPUS] and os.sched_getaffinity(0) == {min(mine)}
+        finally:
+            os.sched_setaffinity(0, mine)
 
     def test_it_is_another_thread(self) -> None:
         threads: list[threading.Thread] = []

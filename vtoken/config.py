@@ -125,7 +125,7 @@ class VTokenConfig(_Options):
         None,
         gt=0.0,
         lt=1.0,
-        description="pack: reclaim at once, whatever is free, when the dead share has risen by this since then.",
+        description="pack: reclaim, whatever is free, as soon as F is above theta_f and has risen by this since then.",
     )
     copies: Literal["async", "inline", "force_sync"] = Field(
         "async",

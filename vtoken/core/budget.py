@@ -36,7 +36,9 @@ def cadence_of(config: VTokenConfig, prompt_queries: int = 0, decode_queries: bo
 
 
 def longest_request(config: VTokenConfig, max_length: int) -> int:
-    """The most tokens that a request of this length ever attends under the engine's own budget."""
+    """The most slots that a request of this length ever takes under the engine's own budget."""
+    if config.reclaim != "fill":  # a budget bounds what is attended, not the holes
+        return max_length
     budget = resolve_budget(config, RequestOptions(), max_length)
     return max_length if budget >= max_length else cadence_of(config).peak_length(max_length, budget)
 

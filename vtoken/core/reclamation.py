@@ -1,6 +1,7 @@
 """Turning the holes that evictions leave into free blocks, on the worker: what to move, and what to give back."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -28,6 +29,7 @@ class Reclaimed:
         rows: requests whose blocks changed, [C].
         sources, destinations: slots, [M]. No destination is a source, and none is named twice.
         moved: live tokens among the M; the others pad a block that they do not fill.
+        packed: blocks that packing has emptied, less those that it took.
         changes: by row, where the scheduler cannot know them.
     """
 
@@ -35,6 +37,7 @@ class Reclaimed:
     sources: Ints = field(default_factory=lambda: NOTHING)
     destinations: Ints = field(default_factory=lambda: NOTHING)
     moved: int = 0
+    packed: int = 0
     changes: dict[int, BlockChange] = field(default_factory=dict)
 
 
@@ -49,7 +52,9 @@ class Reclamation(ABC):
         self._table = table
 
     @abstractmethod
-    def reclaim(self, rows: Ints, evicted: Ints, next_tokens: Ints, granted: list[int]) -> Reclaimed:
+    def reclaim(
+        self, rows: Ints, evicted: Ints, next_tokens: Ints, granted: Sequence[int] = (), spare: Ints = NOTHING
+    ) -> Reclaimed:
         """Between two forwards: plan, and write the plan into the table.
 
         Args:
@@ -57,6 +62,7 @@ class Reclamation(ABC):
             evicted: how many each, [R].
             next_tokens: 1 if the next forward of the request computes a single token and may recycle a hole, [R].
             granted: empty blocks that may be taken.
+            spare: requests of which nothing may be moved, since they are about to end with an error.
         """
 
 
@@ -66,7 +72,9 @@ class FillReclamation(Reclamation):
     What each request keeps, its first blocks, follows from the counts alone, so the scheduler knows it.
     """
 
-    def reclaim(self, rows: Ints, evicted: Ints, next_tokens: Ints, granted: list[int]) -> Reclaimed:
+    def reclaim(
+        self, rows: Ints, evicted: Ints, next_tokens: Ints, granted: Sequence[int] = (), spare: Ints = NOTHING
+    ) -> Reclaimed:
         if not (evicted > next_tokens).any():  # recycling alone keeps everyone dense
             return Reclaimed()
         table, plan = self._table, self.plan(rows, evicted, next_tokens)
@@ -96,7 +104,9 @@ class FillReclamation(Reclamation):
 class NaiveReclamation(Reclamation):
     """``reclaim="none"``: a block goes when its last live token is dead; nothing is ever moved."""
 
-    def reclaim(self, rows: Ints, evicted: Ints, next_tokens: Ints, granted: list[int]) -> Reclaimed:
+    def reclaim(
+        self, rows: Ints, evicted: Ints, next_tokens: Ints, granted: Sequence[int] = (), spare: Ints = NOTHING
+    ) -> Reclaimed:
         changes = self._free_empty(rows)
         return Reclaimed(np.array(list(changes), dtype=np.int64), changes=changes)
 
@@ -127,25 +137,28 @@ class PackReclamation(NaiveReclamation):
         super().__init__(table)
         self._most_sources = most_sources
 
-    def reclaim(self, rows: Ints, evicted: Ints, next_tokens: Ints, granted: list[int]) -> Reclaimed:
+    def reclaim(
+        self, rows: Ints, evicted: Ints, next_tokens: Ints, granted: Sequence[int] = (), spare: Ints = NOTHING
+    ) -> Reclaimed:
         changes = self._free_empty(rows)
-        sources, destinations, moved = [NOTHING], [NOTHING], 0
+        sources, destinations, moved, packed = [NOTHING], [NOTHING], 0, 0
         unused = list(granted)
-        for packing in self._packings(len(granted)):
+        for packing in self._packings(len(granted), spare):
             taken, unused = unused[: packing.destinations], unused[packing.destinations :]
             source, destination, change = self._pack(packing, taken)
             moved += len(source)
+            packed += len(packing.sources) - packing.destinations
             pad = -len(source) % self._table.block_size
             sources += [source, np.repeat(source[-1:], pad)]
             destinations += [destination, destination[-1:] + np.arange(1, pad + 1)]
             already = changes.get(packing.row, BlockChange([])).freed
             changes[packing.row] = BlockChange(change.freed + already, change.adopted)
         changed = np.array(list(changes), dtype=np.int64)
-        return Reclaimed(changed, np.concatenate(sources), np.concatenate(destinations), moved, changes)
+        return Reclaimed(changed, np.concatenate(sources), np.concatenate(destinations), moved, packed, changes)
 
-    def _packings(self, most_destinations: int) -> list[Packing]:
+    def _packings(self, most_destinations: int, spare: Ints) -> list[Packing]:
         table = self._table
-        rows = table.rows(table.req_ids) if most_destinations else NOTHING
+        rows = np.setdiff1d(table.rows(table.req_ids), spare) if most_destinations else NOTHING
         full = table.end[rows] // table.block_size
         width = int(full.max(initial=0))
         return choose_packings(

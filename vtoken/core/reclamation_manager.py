@@ -8,8 +8,10 @@ from vtoken.config import VTokenConfig
 class ReclamationManager:
     """The paper's trigger (arXiv 2608.13263): waste above theta_F and few free blocks, looked at now and then.
 
-    As long as reclaiming is due and the last attempt freed something, new requests wait: what is trapped comes before
-    who is next. Beside that, ``sudden_rise`` (the paper has nothing of the kind) answers a burst of evictions at once.
+    Admission leaves the headroom alone: who would need it waits, and makes blocks count as few, so that what is trapped
+    comes before who is next. An attempt that frees something is followed by another one at once. Running requests may
+    use the headroom; as soon as they do, it is looked at in every step. Beside that, ``sudden_rise`` (the paper has
+    nothing of the kind) answers a burst of evictions at once.
 
     Args:
         config: the engine's settings.
@@ -31,6 +33,7 @@ class ReclamationManager:
         self._last_waste = 0.0
         self._pending = False  # blocks are granted, and it is not known yet what came of it
         self._gaining = False  # the last attempt freed something
+        self._barren = False  # it did not, and no regular look has come since
         self._refused = False  # somebody was not admitted since the last look
 
     def grant(self, live_tokens: int, held_blocks: int, free_blocks: int) -> int:
@@ -42,13 +45,16 @@ class ReclamationManager:
         """
         self._steps += 1
         waste = _exact(1 - live_tokens / (held_blocks * self._block_size)) if held_blocks else 0.0
-        rise = self._config.sudden_rise
+        rise, regular = self._config.sudden_rise, self._steps % self._config.check_interval == 0
+        self._barren = self._barren and not regular
+        self._last_waste = min(self._last_waste, waste)
         sudden = rise is not None and _exact(waste - self._last_waste) >= rise
-        if self._pending or not (sudden or self._gaining or self._steps % self._config.check_interval == 0):
+        urgent = free_blocks <= self.headroom and not self._barren
+        if self._pending or not (sudden or urgent or self._gaining or regular):
             return 0
         self.looks += 1
         self._last_waste = waste
-        few = free_blocks <= self._low_watermark or self._refused or sudden
+        few = free_blocks <= self._low_watermark or self._refused or sudden or urgent
         self._refused = self._gaining = False
         if waste <= self._config.theta_f or not few:
             return 0
@@ -61,18 +67,13 @@ class ReclamationManager:
         return granted
 
     def settle(self, net_blocks: int) -> None:
-        """The attempt that blocks were granted for gave back so many on balance."""
-        self._pending, self._gaining = False, net_blocks > 0
+        """The attempt that blocks were granted for emptied so many more than it took."""
+        self._pending, self._gaining, self._barren = False, net_blocks > 0, net_blocks <= 0
 
     def reserve(self, wanted: int, held_blocks: int, free_blocks: int) -> int:
-        """Blocks that an admission which wants ``wanted`` must leave free; without running requests none.
-
-        While reclaiming goes on, that is all of them.
-        """
+        """Blocks that an admission which wants ``wanted`` must leave free; without running requests none."""
         if not held_blocks:
             return 0
-        if self._pending or self._gaining:
-            return free_blocks
         if wanted + self.headroom > free_blocks:
             self._refused = True
         return self.headroom

@@ -1,6 +1,7 @@
 """Victims that were recorded in one run, taken again in another, so that two ways of reclaiming can be compared."""
 
 import json
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -30,7 +31,7 @@ class RecordedVictims(Policy):
     file: str
 
     def priority(self, batch: PolicyBatch) -> Any:
-        victims = _read(self.file)
+        victims = _read(self.file, os.stat(self.file).st_mtime_ns)
         priority = np.zeros(len(batch.tokens), dtype=np.int64)
         bounds = offsets_of(batch.counts)
         for n, (prompt, length) in enumerate(zip(batch.prompt_hash.tolist(), batch.length.tolist(), strict=True)):
@@ -49,21 +50,22 @@ def write_victims(file: Path, requests: Iterable[tuple[Sequence[int], Trace]]) -
     """Write the victims of requests, given by prompt and trace, that were never preempted.
 
     Raises:
-        ValueError: one of them was, so that its evictions cannot be told apart by length.
+        ValueError: one of them was, so that its evictions cannot be told apart by length; or two requests with the
+            same prompt forgot different tokens.
     """
-    entries = []
+    entries: dict[tuple[int, int], list[int]] = {}
     for prompt, trace in requests:
         if len(trace.incarnations) != 1:
             raise ValueError("a request that was preempted cannot be replayed; give the engine more blocks")
         (life,) = trace.incarnations
         lengths = np.cumsum(life.new_tokens).tolist()
-        entries += [
-            (prompt_hash(prompt), n, victims) for n, victims in zip(lengths, life.victims, strict=True) if victims
-        ]
-    file.write_text(json.dumps(entries), encoding="utf-8")
+        for length, victims in zip(lengths, life.victims, strict=True):
+            if victims and entries.setdefault((prompt_hash(prompt), length), victims) != victims:
+                raise ValueError("two requests with the same prompt forgot different tokens; record one of them")
+    file.write_text(json.dumps([[*key, victims] for key, victims in entries.items()]), encoding="utf-8")
 
 
 @lru_cache(maxsize=1)
-def _read(file: str) -> dict[tuple[int, int], list[int]]:
+def _read(file: str, written: int) -> dict[tuple[int, int], list[int]]:
     entries = json.loads(Path(file).read_text(encoding="utf-8"))
     return {(prompt, length): victims for prompt, length, victims in entries}

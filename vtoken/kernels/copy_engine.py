@@ -5,6 +5,7 @@ them: a freed source block may belong to another request by the next forward. So
 puts a copy behind what was ordered before, `wait` puts what is ordered next behind the copy.
 """
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Literal
@@ -13,6 +14,10 @@ import torch
 
 from vtoken.core.ragged import Ints
 from vtoken.kernels.relocation import Relocate
+
+CPUS = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+"""Processors that the process may use, taken down when this is imported: later vLLM pins the thread that starts an
+engine to one of them, and a thread that it starts would inherit that and have to share it with the host."""
 
 CopyMode = Literal["async", "inline", "force_sync"]
 

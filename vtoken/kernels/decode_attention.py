@@ -33,7 +33,8 @@ def decode_attention_reference(
     and ``mass[:, mass_offsets[r] + p]`` gains the sum of position p's probability over the Hq heads, so a request
     adds Hq in all. What lies beyond a request's length, in the cache as in the table, has no influence.
 
-    Nor has what the slots of positions hold that are not ``live``; their probability is exactly 0. The queries of a
+    Nor has what the slots of positions hold that are not ``live``; their probability is exactly 0. (On the CPU their
+    values have to be finite, as those of any token are that was once computed.) The queries of a
     prompt's chunk are a row each, with its own row of table and mask, and with the positions that it attends.
 
     The compiled versions are the same function; they differ in the lane of ``mass`` that they add to. Scores,

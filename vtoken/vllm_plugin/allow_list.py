@@ -161,6 +161,7 @@ def _check_pool(vllm_config: Any, config: VTokenConfig) -> None:
     room = (cache.num_gpu_blocks_override - 1) * cache.block_size  # vLLM keeps one block for itself
     if room < longest:
         other = "lower the budget" if config.prefill_evict == "chunked" else "set vtoken's prefill_evict='chunked'"
+        other = other if config.reclaim == "fill" else "set vtoken's reclaim='fill'"
         raise ValueError(
             f"vtoken: num_gpu_blocks_override={cache.num_gpu_blocks_override} leaves room for {room} tokens, too few "
             f"for the {longest} that one request of max_model_len={max_length} takes at its peak; raise it to at least "

@@ -275,12 +275,17 @@ def _eviction_worker(vllm_config: Any, layers: list[Any], spec: EvictableAttenti
     key_norms = KeyNorms(cache, layout, spec.num_kv_heads, spec.head_size) if needs.key_norms else None
     ranks = TensorParallelRanks() if vllm_config.parallel_config.tensor_parallel_size > 1 else Ranks()
     copies = copy_engine_for(cache.device.type, Relocator(cache, layout), config.copies)
-    digests = partial(_digests, cache, layout) if config.verify else None
+    digests = partial(_digests, cache, layout, _memory_order(layers)) if config.verify else None
     return EvictionWorker(config, spec.block_size, copies, observer, key_norms, ranks, digests)
 
 
-def _digests(cache: torch.Tensor, layout: BlockLayout, slots: Ints) -> NDArray[np.int64]:
-    return digest(cache, layout, torch.from_numpy(slots).to(cache.device)).cpu().numpy()
+def _memory_order(layers: list[Any]) -> Ints:
+    """For each layer its place in ``_all_layers``."""
+    return np.argsort(np.argsort([layer.kv_cache.data_ptr() for layer in layers]))
+
+
+def _digests(cache: torch.Tensor, layout: BlockLayout, order: Ints, slots: Ints) -> NDArray[np.int64]:
+    return digest(cache, layout, torch.from_numpy(slots).to(cache.device)).cpu().numpy()[order]
 
 
 class TensorParallelRanks(Ranks):

@@ -21,9 +21,7 @@ class EvictableAttentionSpec(FullAttentionSpec):
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
         """What one request of full length takes at its peak; vLLM refuses to start with less."""
         config: VTokenConfig = vllm_config.additional_config.vtoken
-        longest = vllm_config.model_config.max_model_len
-        if config.reclaim == "fill":  # holes are not bounded by a budget
-            longest = longest_request(config, longest)
+        longest = longest_request(config, vllm_config.model_config.max_model_len)
         return -(-longest // self.block_size) * self.page_size_bytes
 
 
@@ -49,7 +47,7 @@ class EvictableAttentionManager(FullAttentionManager):
     ) -> int:
         """Blocks to allocate; at admission all that the request will ever take, and what others were promised.
 
-        A request with a budget never outgrows it, so what it and the running ones will still take is known.
+        In ``fill`` a request with a budget never outgrows it, so what it and the running ones will still take is known.
         Keeping that free means that no admission leads to a preemption, as long as every running request has one.
         """
         tokens = self.ledger.physical_length(request_id, num_tokens)

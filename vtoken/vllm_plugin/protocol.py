@@ -40,6 +40,7 @@ class StepReport:
     Attributes:
         step: the step that this is the result of.
         evicted, moved: tokens, over all requests.
+        packed: blocks that packing has emptied, less those that it took.
         errors: one sentence per request that must end; all others go on.
         changes: what became of a request's blocks, in modes where the worker alone knows it.
     """
@@ -47,5 +48,6 @@ class StepReport:
     step: int
     evicted: int = 0
     moved: int = 0
+    packed: int = 0
     errors: dict[str, str] = field(default_factory=dict)
     changes: dict[str, BlockChange] = field(default_factory=dict)

@@ -112,9 +112,10 @@ class EvictionScheduler:
         peak = self._ledger.most_blocks(req_id, prompt_length + max_tokens)
         if peak > self._pool_blocks:
             self._ledger.close(req_id)
+            remedy = "give it a smaller 'vtoken.budget'" if self._ledger.dense else "ask for fewer tokens"
             raise ValueError(
-                f"vtoken: request {req_id} with a budget of {budget} tokens needs {peak} blocks at its peak, and the "
-                f"pool has {self._pool_blocks}; give it a smaller 'vtoken.budget' or make the pool larger."
+                f"vtoken: request {req_id} with a budget of {budget} tokens needs up to {peak} blocks, and the "
+                f"pool has {self._pool_blocks}; {remedy} or make the pool larger."
             )
 
     def clamp(self, req_id: str, computed: int, new_tokens: int) -> int:
@@ -180,6 +181,8 @@ class EvictionScheduler:
         if report is None:
             return {}
         freed = step.released + self._change_lists(step, report.changes)
+        if self._packing is not None and step.granted:
+            self._packing.settle(report.packed)
         self._pool.free_blocks(freed[::-1])
         self.stats.blocks_reclaimed += len(freed) - len(step.granted)
         self.stats.tokens_evicted += report.evicted
@@ -198,7 +201,4 @@ class EvictionScheduler:
                 adopted = [granted.pop(block_id) for block_id in change.adopted]
                 freed += self._lists.exchange(req_id, change, adopted)
         freed += granted.values()
-        if self._packing is not None and step.granted:
-            packed = [change for change in changes.values() if change.adopted]
-            self._packing.settle(sum(len(change.freed) - len(change.adopted) for change in packed))
         return freed

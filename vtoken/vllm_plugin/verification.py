@@ -10,7 +10,7 @@ from vtoken.core.ragged import Ints
 from vtoken.core.token_table import TokenTable
 
 Digests = Callable[[Ints], NDArray[np.int64]]
-"""slots [M] -> a number per layer and token that depends on all bits of its K/V, [layers, M]"""
+"""slots [M] -> a number per layer, in the model's order, and token that depends on all bits of its K/V, [layers, M]"""
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,11 @@ class Verifier:
     Args:
         table: of the worker.
         digests: reads the KV cache.
-        layers: names for the layers, in the order of ``digests``.
     """
 
-    def __init__(self, table: TokenTable, digests: Digests, layers: list[str] | None = None) -> None:
+    def __init__(self, table: TokenTable, digests: Digests) -> None:
         self._table = table
         self._digests = digests
-        self._layers = layers
         self._noted: dict[str, tuple[Ints, Ints]] = {}
         self._before: dict[str, _Before] = {}
 
@@ -77,9 +75,8 @@ class Verifier:
         if not len(wrong):
             return None
         layer, n = wrong[0].tolist()
-        name = self._layers[layer] if self._layers else str(layer)
         return (
-            f"vtoken: I1: a relocation of request {req_id} changed the K/V of token {tokens[n]} in layer {name}: slot "
+            f"vtoken: I1: a relocation of request {req_id} changed the K/V of token {tokens[n]} in layer {layer}: slot "
             f"{slots[n]} does not hold what slot {then.slots[n]} held ({len(wrong)} such tokens and layers)."
         )
 

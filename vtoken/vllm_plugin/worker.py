@@ -233,13 +233,14 @@ class EvictionWorker:
         counts = self._plan.counts
         if self._verifier is not None:
             self._verifier.note()
+        failed = self.table.find_rows(self._report.errors)
         reclaimed = self._reclamation.reclaim(
-            self._rows[dying], counts.evict[dying], counts.next_tokens[dying], self._plan.granted
+            self._rows[dying], counts.evict[dying], counts.next_tokens[dying], self._plan.granted, failed[failed >= 0]
         )
         if self._verifier is not None:
             self._verifier.capture()
         self._copies.launch(reclaimed.sources, reclaimed.destinations)
-        self._report.moved += reclaimed.moved
+        self._report.moved, self._report.packed = reclaimed.moved, reclaimed.packed
         names = self.table.req_ids_of(reclaimed.rows)
         self._report.changes = {
             name: reclaimed.changes[row]

@@ -1,11 +1,12 @@
 """Relocation on the CPU beside the host's other work: a thread that makes the copies."""
 
+import os
 import queue
 import threading
 import weakref
 
 from vtoken.core.ragged import Ints
-from vtoken.kernels.copy_engine import CopyEngine
+from vtoken.kernels.copy_engine import CPUS, CopyEngine
 from vtoken.kernels.relocation import Relocate
 
 
@@ -61,6 +62,8 @@ class _Copies:
         self._failure: BaseException | None = None
 
     def make(self) -> None:
+        if CPUS:
+            os.sched_setaffinity(0, CPUS)  # of this thread alone
         while (copy := self.pending.get()) is not None:
             sources, destinations, done = copy
             try:
