@@ -221,8 +221,7 @@ class TestAdmission:
         engine.run()
 
     def test_who_does_not_fit_waits_for_what_is_trapped(self, make: MakeEngine) -> None:
-        """It would take all free blocks, the headroom of one included. The others end after 30 steps, so it does not wait
-        for that."""
+        """It would take all free blocks, the headroom included. The others end after 30 steps: it waits for less."""
         engine = self.several(make, 1 + 24 + 5)
         engine.step()
         engine.add("new", prompt=engine.pool.get_num_free_blocks() * S, outputs=2, budget=500)
