@@ -30,6 +30,29 @@ def part_of(length, part, PARTS: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
+def add_tile(logit, value, highest, total, output):
+    """The running softmax after one more tile: logits [members, tokens], values [tokens, dimensions]."""
+    new_highest = tl.maximum(highest, tl.max(logit, 1))
+    probability = tl.exp2(logit - new_highest[:, None])
+    shrink = tl.exp2(highest - new_highest)
+    output = tl.dot(probability.to(value.dtype), value, output * shrink[:, None], input_precision="ieee")
+    return new_highest, total * shrink + tl.sum(probability, 1), output
+
+
+@triton.jit
+def store_part(outputs, sums, line, highest, total, output, in_group, HEAD_SIZE: tl.constexpr, HEAD_PAD: tl.constexpr):
+    """Leave a part's output and the log2 of its denominator; where nothing was live, no NaN and no weight."""
+    dimension = tl.arange(0, HEAD_PAD)
+    nonempty = tl.where(total > 0, total, 1)
+    tl.store(sums + line, tl.where(total > 0, highest + tl.log2(nonempty), float("-inf")), mask=in_group)
+    tl.store(
+        outputs + line[:, None] * HEAD_SIZE + dimension[None, :],
+        output / nonempty[:, None],
+        mask=in_group[:, None] & (dimension < HEAD_SIZE)[None, :],
+    )
+
+
+@triton.jit
 def attend_part(
     query,
     query_stride_r,
@@ -107,9 +130,6 @@ def attend_part(
             logit,
             mask=in_group[:, None] & (position < kept_end)[None, :],
         )
-        new_highest = tl.maximum(highest, tl.max(logit, 1))
-        probability = tl.exp2(logit - new_highest[:, None])
-        shrink = tl.exp2(highest - new_highest)
         value = tl.load(
             values
             + kv_head * value_stride_h
@@ -118,18 +138,10 @@ def attend_part(
             mask=inside[:, None] & in_head[None, :],
             other=0,
         )
-        output = tl.dot(probability.to(value.dtype), value, output * shrink[:, None], input_precision="ieee")
-        total = total * shrink + tl.sum(probability, 1)
-        highest = new_highest
+        highest, total, output = add_tile(logit, value, highest, total, output)
 
     line = (request * tl.num_programs(1) * GROUP + head) * PARTS + part
-    nonempty = tl.where(total > 0, total, 1)  # nothing live in the part: its weight is to be 0, its output no NaN
-    tl.store(sums + line, tl.where(total > 0, highest + tl.log2(nonempty), float("-inf")), mask=in_group)
-    tl.store(
-        outputs + line[:, None] * HEAD_SIZE + dimension[None, :],
-        output / nonempty[:, None],
-        mask=in_group[:, None] & in_head[None, :],
-    )
+    store_part(outputs, sums, line, highest, total, output, in_group, HEAD_SIZE, HEAD_PAD)
 
 
 @triton.jit
