@@ -7,12 +7,17 @@ from typing import Any
 
 
 class ExclusiveTimer:
-    """Charges wall time to the innermost wrapped call, by category."""
+    """Charges time to the innermost wrapped call, by category.
 
-    def __init__(self) -> None:
+    Args:
+        clock: wall time, or the processor time of a thread that does everything itself.
+    """
+
+    def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
         self._stack = ["outside"]
-        self._since = perf_counter()
+        self._clock = clock
+        self._since = clock()
 
     def wrap(self, owner: type, name: str, category: str) -> None:
         """Replace a method that ``owner`` itself defines."""
@@ -42,7 +47,7 @@ class ExclusiveTimer:
             self._stack.pop()
 
     def _charge(self) -> None:
-        now = perf_counter()
+        now = self._clock()
         self.seconds[self._stack[-1]] += now - self._since
         self._since = now
 

@@ -99,8 +99,11 @@ def make(stub_model_config: Any) -> Iterator[Callable[..., Any]]:
 
     from vtoken.config import VTokenConfig
 
-    def make_engine(num_blocks: int = 1000, *, seqs: int = 256, batched: int = 65536, **options: object) -> Any:
+    def make_engine(
+        num_blocks: int = 1000, *, seqs: int = 256, batched: int = 65536, caching: bool = False, **options: object
+    ) -> Any:
         settings = {"policy": "streaming_llm", "sinks": 2, "recent": 6, "interval": 1, **options}
-        return StubEngine(stub_model_config, VTokenConfig(**settings), num_blocks, seqs, batched)
+        settings.setdefault("record_trace", settings["policy"] != "streaming_llm")
+        return StubEngine(stub_model_config, VTokenConfig(**settings), num_blocks, seqs, batched, caching)
 
     yield make_engine

@@ -36,12 +36,13 @@ def run(
 def check(
     reference: Any, jobs: list[Job], answers: dict, traces: dict[str, Trace], score: Any, chunk: int = 10**9
 ) -> int:
-    """Hold every request to both oracles; how many victims were compared with survivors."""
+    """Hold every request to both oracles, in each life of its cache; how many victims were compared with survivors."""
     compared = 0
     for job in jobs:
-        answer, (life,) = answers[job.name], traces[job.name].incarnations
+        answer, known = answers[job.name], len(job.prompt)
         oracle.check(reference, job.prompt, answer.token_ids, traces[job.name], answer.logits)
-        size = len(job.prompt)
-        parts = Settings(job.prompt, [*range(chunk, size, chunk), size], SINKS, RECENT)
-        compared += check_victims(reference, [*job.prompt, *answer.token_ids], life, score, parts)
+        for life in traces[job.name].incarnations:
+            parts = Settings(job.prompt, [*range(chunk, known, chunk), known], SINKS, RECENT)
+            compared += check_victims(reference, [*job.prompt, *answer.token_ids], life, score, parts)
+            known = max(known, oracle.length(life) + 1)  # what the next one has to compute before it decodes
     return compared

@@ -12,7 +12,7 @@ from vtoken.policies import Observation, Policy, PolicyBatch
 
 NAMESPACES = {"numpy": np, "torch": torch}
 PER_TOKEN = ("tokens", "state", "key_norm", "mass")
-PER_REQUEST = ("counts", "length", "prompt_hash", "queries", "position", "attended", "of_prompt")
+PER_REQUEST = ("counts", "length", "prompt_hash", "first_query", "queries", "position", "attended", "of_prompt")
 KINDS = dict.fromkeys(("state", "key_norm", "mass"), "float32") | {"of_prompt": "bool"}
 
 Attend = Callable[[int, np.ndarray], np.ndarray]
@@ -36,7 +36,8 @@ def observation(xp: Any = np, **arrays: Any) -> Observation:
     arrays.setdefault("attended", arrays["counts"])
     for name in ("prompt_hash", "queries"):
         arrays.setdefault(name, np.full(requests, 1))
-    arrays.setdefault("of_prompt", np.zeros(requests))
+    for name in ("first_query", "of_prompt"):
+        arrays.setdefault(name, np.zeros(requests))
     return Observation(xp, **{name: to(xp, value, KINDS.get(name, "int64")) for name, value in arrays.items()})
 
 
@@ -54,7 +55,7 @@ class Request:
 
     Attributes:
         attend: the model.
-        heads: query heads x layers.
+        prefix_hit: leading tokens that come from a prefix cache, so that their queries are never seen.
     """
 
     policy: Policy
@@ -63,9 +64,14 @@ class Request:
     sinks: int = 4
     recent: int = 16
     prompt_hash: int = 1
+    prefix_hit: int = 0
     live: list[int] = field(default_factory=list)
     length: int = 0
     state: dict[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.prefix_hit:
+            self.live, self.length = list(range(self.prefix_hit)), self.prefix_hit
 
     def prefill(self, parts: Sequence[int]) -> None:
         """Compute a prompt, or its next part, in forwards of so many tokens, and let the policy look at its end.
@@ -115,6 +121,7 @@ class Request:
             tokens=tokens,
             length=[self.length],
             prompt_hash=[self.prompt_hash],
+            first_query=[self.prefix_hit],
             state=[self.state.get(token, 0.0) for token in tokens],
             **observed,
         )

@@ -1,12 +1,14 @@
-"""Where the tokens of one request lie, as Python lists, by the rules in their plainest form.
+"""What one request remembers and where its tokens lie, as Python lists, by the rules in their plainest form.
 
 Nothing of vtoken's own bookkeeping is used here; ``test_stub_engine`` and its neighbours compare it with this.
 """
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from fractions import Fraction
 
+import numpy as np
 from vllm import SamplingParams
 
 from vtoken.config import VTokenConfig
@@ -21,24 +23,31 @@ def blocks_for(tokens: int) -> int:
     return -(-tokens // S)
 
 
+def protected_head(config: VTokenConfig, prompt_length: int) -> int:
+    """Leading tokens that are never forgotten."""
+    return max(config.sinks, config.protect_prefix, prompt_length if config.protect_prompt else 0)
+
+
 def reference_budget(config: VTokenConfig, params: SamplingParams, prompt_length: int) -> int:
     """The request's budget in tokens; one that its whole sequence never reaches is as good as infinite."""
     budget = (params.extra_args or {}).get("vtoken.budget", config.budget)
     if isinstance(budget, float):
-        floor = config.sinks + config.recent + config.interval
+        floor = protected_head(config, prompt_length) + max(config.recent, config.grace) + config.interval
         budget = max(math.ceil(Fraction(str(budget)) * prompt_length), floor)
     return budget if budget < prompt_length + params.max_tokens else UNBOUNDED
 
 
 class ReferenceCache(ABC):
-    """One request, under the policy that forgets the oldest tokens behind the sinks.
+    """One request, under the policy that forgets the oldest tokens behind the sinks, or under one that is asked.
 
-    ``cells[p]`` is the token at physical position p, HOLE where one has died.
+    Args:
+        mark: what its tokens' K/V is told apart by.
+        prompt_length, budget: of the request, in tokens.
+        config: the engine's settings.
     """
 
     def __init__(self, mark: int, prompt_length: int, budget: int, config: VTokenConfig) -> None:
         self.mark, self.prompt_length, self.budget, self.config = mark, prompt_length, budget, config
-        self.cells: list[int] = []
         self.length = 0
         self.computed = 0
         self.prefilled = False
@@ -50,23 +59,42 @@ class ReferenceCache(ABC):
         return self.prefilled and self.evictions > 0
 
     @property
-    def live(self) -> list[int]:
-        return sorted(token for token in self.cells if token != HOLE)
-
-    @property
     @abstractmethod
-    def returned(self) -> int:
-        """Tokens by which the positions that the request takes are fewer than the tokens of its sequence."""
+    def live(self) -> list[int]:
+        """The tokens that are remembered, in logical order."""
 
-    def append(self, count: int) -> list[int]:
-        """Positions of the next tokens."""
-        positions = [self._place(token, count) for token in range(self.length, self.length + count)]
-        self.length += count
-        self.computed = count
-        return positions
+    def append(self, marks: Sequence[int]) -> list[int] | None:
+        """Positions of the next tokens, whose K/V these marks stand for; None if nobody here can say."""
+        self.length += len(marks)
+        self.computed = len(marks)
+        return None
 
-    def forget(self, complete: bool) -> tuple[list[int], int]:
-        """What happens after a forward; (tokens evicted, how many tokens moved for it)."""
+    def content(self, tokens: Sequence[int]) -> np.ndarray:
+        """What the slots of these logical tokens hold, shape [N, 2]."""
+        return np.stack([np.full(len(tokens), self.mark), np.array(tokens, dtype=np.int64)], axis=-1)
+
+    def forget(self, complete: bool, taken: list[int] | None = None) -> tuple[list[int], int]:
+        """What happens after a forward; (tokens evicted, how many tokens moved for it).
+
+        ``taken`` are the victims of a policy that is not foreseen here: number and protection must be right.
+        """
+        surplus, decodes_next = self._surplus(complete)
+        if surplus <= 0:
+            assert not taken, f"tokens {taken} were forgotten before their time"
+            return [], 0
+        kept = max(self.config.recent, min(self.config.grace, self.length - self.prefill_end))
+        head = protected_head(self.config, self.prompt_length)
+        may_go = [t for t in self.live if head <= t < self.length - kept]
+        victims = may_go[:surplus] if taken is None else taken
+        assert len(victims) == surplus, f"{len(victims)} tokens were forgotten instead of {surplus}"
+        assert set(victims) <= set(may_go), "a token was forgotten that is protected, or dead"
+        assert len(set(victims)) == len(victims), "a token was forgotten twice"
+        self._bury(set(victims))
+        self.evictions += 1
+        return victims, self._close_up(decodes_next)
+
+    def _surplus(self, complete: bool) -> tuple[int, bool]:
+        """Tokens to forget after this forward, and whether the next one computes a single token."""
         chunk = self.config.prefill_chunk if self.config.prefill_evict == "chunked" else UNBOUNDED
         if self.prefilled:
             due, decodes_next = (self.length - self.prompt_length) % self.config.interval == 0, True
@@ -76,36 +104,55 @@ class ReferenceCache(ABC):
             start = self.length - self.computed
             assert self.budget == UNBOUNDED or start // chunk == (self.length - 1) // chunk, "beyond an eviction"
         self.prefilled |= complete
-        live = self.live
-        surplus = len(live) - (self.budget - self.config.interval)
-        if not due or surplus <= 0:
-            return [], 0
-        kept = max(self.config.recent, min(self.config.grace, self.length - self.prefill_end))
-        victims = [t for t in live if self.config.sinks <= t < self.length - kept][:surplus]
-        assert len(victims) == surplus
-        dead = set(victims)
-        self.cells = [HOLE if t in dead else t for t in self.cells]
-        self.evictions += 1
-        return victims, self._close_up(decodes_next)
+        return (len(self.live) - (self.budget - self.config.interval) if due else 0), decodes_next
 
     @abstractmethod
-    def _place(self, token: int, count: int) -> int:
-        """Write one of ``count`` new tokens; its position."""
+    def _bury(self, dead: set[int]) -> None:
+        """These tokens are forgotten."""
 
     @abstractmethod
     def _close_up(self, decodes_next: bool) -> int:
         """Follow an eviction at once, as far as that needs no other request; tokens moved."""
 
 
-class DenseReference(ReferenceCache):
+class PlacedReference(ReferenceCache):
+    """Foresees where each token lies, too: ``cells[p]`` is the token at physical position p, HOLE for a dead one."""
+
+    def __init__(self, mark: int, prompt_length: int, budget: int, config: VTokenConfig) -> None:
+        super().__init__(mark, prompt_length, budget, config)
+        self.cells: list[int] = []
+
+    @property
+    def live(self) -> list[int]:
+        return sorted(token for token in self.cells if token != HOLE)
+
+    @property
+    @abstractmethod
+    def returned(self) -> int:
+        """Tokens by which the positions that the request takes are fewer than the tokens of its sequence."""
+
+    def append(self, marks: Sequence[int]) -> list[int]:
+        positions = [self._place(self.length + n, len(marks)) for n in range(len(marks))]
+        super().append(marks)
+        return positions
+
+    def _bury(self, dead: set[int]) -> None:
+        self.cells = [HOLE if t in dead else t for t in self.cells]
+
+    @abstractmethod
+    def _place(self, token: int, count: int) -> int:
+        """Write one of ``count`` new tokens; its position."""
+
+
+class DenseReference(PlacedReference):
     """``fill``: the list ends with the last position that the next forward may use."""
 
     @property
     def returned(self) -> int:
         return self.length - len(self.live)
 
-    def append(self, count: int) -> list[int]:
-        positions = super().append(count)
+    def append(self, marks: Sequence[int]) -> list[int]:
+        positions = super().append(marks)
         assert HOLE not in self.cells
         return positions
 
@@ -129,7 +176,7 @@ class DenseReference(ReferenceCache):
         return moved
 
 
-class AppendingReference(ReferenceCache):
+class AppendingReference(PlacedReference):
     """``none`` and ``pack``: tokens are appended, and the list ends with the newest one.
 
     ``blocks`` are the ids that the cells lie in, S at a time. Those that leave in ``none`` are foreseen; for ``pack``
@@ -176,6 +223,46 @@ class AppendingReference(ReferenceCache):
         full = len(self.cells) // S
         empty = [HOLE] * S
         self.dead_blocks = [self.blocks[n] for n in range(full) if self.cells[n * S : (n + 1) * S] == empty]
+        return 0
+
+
+class CachingReference(ReferenceCache):
+    """With a prefix cache: which tokens are there, and what their K/V must be.
+
+    Where they lie depends on what others hold, and is looked at instead of foreseen.
+
+    Args:
+        mark: of what it computes once it has lost a token, in this life of its cache.
+        hit: leading tokens that it found in the prefix cache.
+        marks: of the tokens found there.
+    """
+
+    def __init__(
+        self, mark: int, prompt_length: int, budget: int, config: VTokenConfig, hit: int, marks: list[int]
+    ) -> None:
+        super().__init__(mark, prompt_length, budget, config)
+        self.hit, self.length, self.marks = hit, hit, list(marks)
+        self._live = list(range(hit))
+        if config.prefill_evict == "chunked":
+            places = range(config.prefill_chunk, hit + 1, config.prefill_chunk)
+            assert all(place <= budget - config.interval for place in places), "the hit passes over an eviction"
+
+    @property
+    def live(self) -> list[int]:
+        return self._live
+
+    def append(self, marks: Sequence[int]) -> None:
+        self._live += range(self.length, self.length + len(marks))
+        self.marks += marks
+        super().append(marks)
+
+    def content(self, tokens: Sequence[int]) -> np.ndarray:
+        return np.array([(self.marks[token], token) for token in tokens], dtype=np.int64).reshape(-1, 2)
+
+    def _bury(self, dead: set[int]) -> None:
+        self._live = [token for token in self._live if token not in dead]
+
+    def _close_up(self, decodes_next: bool) -> int:
         return 0
 
 

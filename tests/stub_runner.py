@@ -1,29 +1,40 @@
 """Our runner mixin over the few parts of vLLM's V1 runner that it hooks into, with marks instead of K/V.
 
-A mark says which request's cache a slot belongs to, and which token of it. Whatever attention would read is compared
-with a ``ReferenceCache``: each live token once, in every layer, and nothing else.
+A mark says whose K/V a slot holds, and of which token. Whatever attention would read is compared with a
+``ReferenceCache``: each live token once, in every layer, and nothing else.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import torch
-from reference_cache import HOLE, AppendingReference, ReferenceCache, S, blocks_for, reference_budget, reference_for
-from vllm import SamplingParams
+from content_marks import START, ContentMarks
+from query_recorder import QueryRecorder
+from reference_cache import (
+    HOLE,
+    AppendingReference,
+    CachingReference,
+    PlacedReference,
+    ReferenceCache,
+    S,
+    blocks_for,
+    reference_budget,
+    reference_for,
+)
+from stub_batch import Batch, Forward, RequestState
+from stub_copies import EagerCopyEngine
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 from vllm.v1.utils import CpuGpuBuffer
-from vllm.v1.worker.block_table import BlockTable
 
-from vtoken.core.observed import AttendedQueries
 from vtoken.core.ragged import Ints
-from vtoken.kernels.copy_engine import CopyEngine, InlineCopyEngine
+from vtoken.kernels.copy_engine import CopyEngine
 from vtoken.kernels.relocation import Relocate
+from vtoken.policies import load_policy
 from vtoken.vllm_plugin import compat
 from vtoken.vllm_plugin.compat import EvictingRunner, plan_of
 from vtoken.vllm_plugin.protocol import StepReport
@@ -32,108 +43,18 @@ LAYERS = ("layer.0", "layer.1")
 POISON = -1.0
 
 
-class LazyCopyEngine(CopyEngine):
-    """Copies as late as an engine may: when it is waited for. Whoever writes over a source before is found out."""
-
-    def __init__(self, relocate: Relocate) -> None:
-        self._relocate = relocate
-        self._launched: list[tuple[Ints, Ints]] = []
-
-    def launch(self, sources: Ints, destinations: Ints) -> None:
-        self._launched.append((sources.copy(), destinations.copy()))
-
-    def wait(self) -> None:
-        for sources, destinations in self._launched:
-            self._relocate(sources, destinations)
-        self._launched.clear()
-
-    finish = wait
-
-
-EagerCopyEngine = InlineCopyEngine
-"""Copies as early as an engine may: when it is launched. Whoever launches before a source is written is found out."""
-
-
-class QueryRecorder:
-    """In the place of the attention observer: keeps what the forward is told about holes."""
-
-    heads = 1
-    queries: AttendedQueries
-
-    def begin(self, queries: AttendedQueries, block_table: np.ndarray) -> None:
-        self.queries, self.block_table = queries, block_table
-
-    def take(self) -> np.ndarray:
-        raise AssertionError("nobody's attention is observed here")
-
-
-@dataclass
-class RequestState:
-    """What vLLM's runner keeps of a request."""
-
-    tokens: list[int]
-    prompt_length: int
-    params: SamplingParams
-    block_ids: tuple[list[int], ...]
-    num_computed_tokens: int = 0
-
-    @property
-    def prompt_token_ids(self) -> list[int]:
-        return self.tokens[: self.prompt_length]
-
-
-@dataclass
-class Forward:
-    """One request's part of one forward: logical positions and physical length, and what it forgot afterwards."""
-
-    req_id: str
-    positions: range
-    length: int
-    blocks: list[int]
-    slots: list[int]
-    victims: list[int] = field(default_factory=list)
-
-    @property
-    def evicted(self) -> int:
-        return len(self.victims)
-
-
-class Batch:
-    """vLLM's persistent batch, as far as block tables go: rows without gaps, in an order of their own."""
-
-    def __init__(self, rows: int, width: int, tokens: int) -> None:
-        table = BlockTable(S, rows, width, tokens, False, torch.device("cpu"), 1)
-        for buffer in (table.block_table, table.slot_mapping):
-            buffer.gpu = buffer.cpu  # as vLLM's CPU runner has it
-        self.block_table = [table]
-        self.req_id_to_index: dict[str, int] = {}
-
-    @property
-    def req_ids(self) -> list[str]:
-        return sorted(self.req_id_to_index, key=self.req_id_to_index.__getitem__)
-
-    def add(self, req_id: str, block_ids: list[int]) -> None:
-        row = self.req_id_to_index[req_id] = len(self.req_id_to_index)
-        self.block_table[0].add_row(block_ids, row)
-
-    def remove(self, req_id: str) -> None:
-        if req_id not in self.req_id_to_index:
-            return
-        last = self.req_ids[-1]
-        row = self.req_id_to_index.pop(req_id)
-        self.block_table[0].clear_row(row)
-        if last != req_id:
-            self.block_table[0].move_row(self.req_id_to_index[last], row)
-            self.req_id_to_index[last] = row
-
-    def swap(self, one: str, other: str) -> None:
-        index = self.req_id_to_index
-        self.block_table[0].swap_row(index[one], index[other])
-        index[one], index[other] = index[other], index[one]
+def sampled_token(req_id: str, length: int) -> int:
+    """What the model says after so many tokens."""
+    return (31 * length + len(req_id)) % 61
 
 
 class BareRunner:
     """The parts of vLLM's V1 runner that ours hooks into."""
+
+    pool: Any
+    """Of the scheduler: which blocks are shared or cached at the moment."""
+    content: ContentMarks | None = None
+    """With a prefix cache, K/V is told apart by what it was computed from, else by request."""
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         scheduler = vllm_config.scheduler_config
@@ -148,6 +69,7 @@ class BareRunner:
         self.forwards: list[list[Forward]] = []
         self.broken: set[str] = set()
         self.expected = (0, 0)
+        self.hits: list[tuple[str, int]] = []
         self.recorder: QueryRecorder | None = None
         self.sabotage_report: Callable[[StepReport], StepReport | None] = lambda report: report
         self._rng = np.random.default_rng(7)
@@ -180,8 +102,7 @@ class BareRunner:
         for req_id in self.input_batch.req_ids:
             state = self.requests[req_id]
             complete = state.num_computed_tokens == len(state.tokens)
-            token = (31 * len(state.tokens) + len(req_id)) % 61
-            sampled.append([token] if complete else [])
+            sampled.append([sampled_token(req_id, len(state.tokens))] if complete else [])
             state.tokens += sampled[-1]
         return ModelRunnerOutput(
             req_ids=self.input_batch.req_ids,
@@ -203,21 +124,20 @@ class BareRunner:
 
         for new in output.scheduled_new_reqs:
             assert new.req_id not in self.requests
-            prompt = list(new.prompt_token_ids)
-            self.requests[new.req_id] = RequestState(prompt, len(prompt), new.sampling_params, new.block_ids)
-            self.clear_new_blocks(new.block_ids[0])
+            prompt, hit = list(new.prompt_token_ids), new.num_computed_tokens
+            self.requests[new.req_id] = RequestState(prompt, len(prompt), new.sampling_params, new.block_ids, hit)
             self._start(new.req_id)
             batch.add(new.req_id, new.block_ids[0])
         for n, req_id in enumerate(cached.req_ids):
             state, new_blocks = self.requests[req_id], cached.new_block_ids[n]
             state.num_computed_tokens = cached.num_computed_tokens[n]
-            self.clear_new_blocks(new_blocks[0] if new_blocks is not None else [])
             del state.tokens[state.prompt_length + cached.num_output_tokens[n] :]
             if req_id in cached.resumed_req_ids:
                 state.block_ids = new_blocks
                 self._start(req_id)
             elif new_blocks is not None:
                 state.block_ids[0].extend(new_blocks[0])
+                self.clear_new_blocks(new_blocks[0])
             if req_id not in batch.req_id_to_index:
                 batch.add(req_id, state.block_ids[0])
             elif new_blocks is not None:
@@ -241,6 +161,29 @@ class BareRunner:
             self.optimistic_seq_lens_cpu[row] = first + int(num_scheduled_tokens[row])
         self.seq_lens.copy_(self.optimistic_seq_lens_cpu)
 
+    def _start(self, req_id: str) -> None:
+        """A request begins with an empty cache, or with what it found in the prefix cache."""
+        state, config = self.requests[req_id], self.vllm_config.additional_config.vtoken
+        hit = state.num_computed_tokens
+        assert hit % S == 0
+        self.hits.append((req_id, hit))
+        self.clear_new_blocks(state.block_ids[0][hit // S :])
+        if req_id in self.broken:
+            return
+        budget = reference_budget(config, state.params, state.prompt_length)
+        if self.content is not None:
+            marks = self.content.after(START, state.tokens[:hit])
+            mark = self.content.of_a_life()
+            self.references[req_id] = CachingReference(mark, state.prompt_length, budget, config, hit, marks)
+            return
+        assert not hit
+        self._marks += 1
+        self.references[req_id] = reference_for(self._marks, state.prompt_length, budget, config)
+
+    def clear_new_blocks(self, blocks: list[int]) -> None:
+        """vLLM may clear a block for its new owner before the forward; here it is made useless."""
+        self.cache[:, blocks] = POISON
+
     # -- what attention would see -----------------------------------------------------------------------------
 
     def _forward(self, output: Any) -> None:
@@ -256,19 +199,15 @@ class BareRunner:
             self._write_broken(self.input_batch.req_id_to_index[req_id])
         self.check_contents({forward.req_id: forward.blocks for forward in seen})
         self._check_reads(output, seen)
-        for forward in seen:
-            state = self.requests[forward.req_id]
-            complete = state.num_computed_tokens == len(state.tokens)
-            forward.victims, moved = self.references[forward.req_id].forget(complete)
-            self.expected = (self.expected[0] + forward.evicted, self.expected[1] + moved)
         self.forwards.append(seen)
 
     def _write(self, req_id: str, row: int, positions: range) -> Forward:
         reference, table = self.references[req_id], self.input_batch.block_table[0]
         assert reference.length == positions.start, "the query's position is not its place in the sequence"
-        places = reference.append(len(positions))
-        length, held = len(reference.cells), int(table.num_blocks_per_row[row])
-        assert int(self.seq_lens[row]) == int(self.optimistic_seq_lens_cpu[row]) == length
+        places = reference.append(self._marks_for(req_id, positions))
+        length, held = int(self.seq_lens[row]), int(table.num_blocks_per_row[row])
+        assert int(self.optimistic_seq_lens_cpu[row]) == length
+        assert not isinstance(reference, PlacedReference) or length == len(reference.cells)
         assert held == blocks_for(length), f"{req_id}: {held} blocks for {length} tokens"
         blocks = table.block_table.np[row, :held].tolist()
         assert not table.block_table.np[row, held:].any(), "the tail of a block-table row must be null"
@@ -278,33 +217,72 @@ class BareRunner:
             assert blocks == reference.blocks
         part = slice(self.query_start_loc.np[row], self.query_start_loc.np[row + 1])
         slots = table.slot_mapping.np[part].tolist()
-        assert slots == [blocks[p // S] * S + p % S for p in places], f"{req_id}: a token in a wrong slot"
-        self.marks[:, slots, 0] = reference.mark
-        self.marks[:, slots, 1] = positions
+        if places is None:
+            self._check_new_places(req_id, positions, blocks, slots)
+        else:
+            assert slots == [blocks[p // S] * S + p % S for p in places], f"{req_id}: a token in a wrong slot"
+        self.marks[:, slots] = reference.content(positions)
         return Forward(req_id, positions, length, blocks, slots)
+
+    def _marks_for(self, req_id: str, positions: range) -> list[int]:
+        """Of tokens that are about to be computed; what comes after a loss is like nothing else."""
+        reference = self.references[req_id]
+        if not isinstance(reference, CachingReference) or reference.evictions:
+            return [reference.mark] * len(positions)
+        assert self.content is not None
+        prefix = reference.marks[-1] if reference.marks else START
+        return self.content.after(prefix, self.requests[req_id].tokens[positions.start : positions.stop])
+
+    def _check_new_places(self, req_id: str, positions: range, blocks: list[int], slots: list[int]) -> None:
+        """Where nothing is missing, tokens lie in order; into a shared or cached block each is written once only."""
+        reference, table = self.references[req_id], self.vtoken.table
+        if not reference.evictions:
+            assert slots == [blocks[p // S] * S + p % S for p in positions], f"{req_id}: a token in a wrong slot"
+        else:
+            own = blocks[int(table.read_only[table.rows([req_id])[0]]) :]
+            assert {slot // S for slot in slots} <= set(own), f"{req_id}: a new token in a block that is not its own"
+        held = [slot for slot in slots if not self.pool.is_block_writable(self.pool.blocks[slot // S])]
+        if held:
+            assert not reference.evictions, f"{req_id} writes into a cached block"
+            assert (self.marks[:, held] == POISON).all(), f"{req_id} writes over a cached token"
 
     def _check_reads(self, output: Any, seen: list[Forward]) -> None:
         """Of the positions below its length, each request with holes is told to leave the dead ones out."""
         if self.recorder is None:
+            assert self.content is None, "nobody can be told about holes in shared blocks"
             return
         queries, index_of = self.recorder.queries, self.input_batch.req_id_to_index
+        attention = self.vtoken._scores._needs.attention
         holed = {int(index): n for n, index in enumerate(queries.holed.index)}
         assert len(holed) == len(queries.holed.index) == len(queries.live)
-        assert queries.total == output.total_num_scheduled_tokens and not len(queries.observed.index)
+        assert queries.total == output.total_num_scheduled_tokens and (attention or not len(queries.observed.index))
         for forward in seen:
             reference, index = self.references[forward.req_id], index_of[forward.req_id]
             assert self.recorder.block_table[index, : len(forward.blocks)].tolist() == forward.blocks
             slots = (np.array(forward.blocks)[:, None] * S + np.arange(S)).ravel()[: forward.length]
-            assert (index in holed) == (HOLE in reference.cells)
+            live = self.recorder.live(index, forward.length)
+            if isinstance(reference, PlacedReference):
+                assert (index in holed) == (HOLE in reference.cells)
+            else:
+                self._check_density(forward, live)
             if index in holed:
                 n = holed.pop(index)
                 run = [int(part[n]) for part in (queries.holed.first, queries.holed.count, queries.holed.attended)]
                 assert run == [self.query_start_loc.np[index], len(forward.positions), forward.length]
-                slots = slots[queries.live[n, : forward.length]]
-            wanted = [[reference.mark, token] for token in reference.live]
-            for layer in self.marks[:, slots]:
-                assert sorted(layer.tolist()) == wanted, f"{forward.req_id} reads other tokens than it should"
+                assert not live.all(), f"{forward.req_id} has no holes"
+            wanted = reference.content(reference.live)
+            for layer in self.marks[:, slots[live]]:
+                found = layer[np.argsort(layer[:, 1], kind="stable")]
+                assert np.array_equal(found, wanted), f"{forward.req_id} reads other tokens than it should"
         assert not holed, "an attended request is none of this forward's"
+
+    def _check_density(self, forward: Forward, live: np.ndarray) -> None:
+        """No block without a live token, and in ``fill`` no hole behind the blocks that nobody may write."""
+        assert np.logical_or.reduceat(live, np.arange(0, forward.length, S)).all(), "a dead block stayed"
+        table = self.vtoken.table
+        if table.recycling:
+            private = int(table.read_only[table.rows([forward.req_id])[0]]) * S
+            assert live[private:].all(), f"{forward.req_id} has a hole in a block of its own"
 
     def _write_broken(self, row: int) -> None:
         """What a failed request computes is nobody's K/V, wherever vLLM's slot mapping sends it."""
@@ -317,35 +295,31 @@ class BareRunner:
         """The cache, slot by slot: shape [layers, slots, 2]."""
         return self.cache.numpy().reshape(len(LAYERS), -1, 2)
 
+    def cells_of(self, req_id: str) -> list[int]:
+        """The token at each position of a request: foreseen, or where the worker's table has it."""
+        reference, table = self.references[req_id], self.vtoken.table
+        if isinstance(reference, PlacedReference):
+            return reference.cells
+        row = int(table.rows([req_id])[0])
+        cells: list[int] = table.logical_at[row, : table.num_blocks[row] * S].tolist()
+        assert sorted(token for token in cells if token != HOLE) == reference.live
+        return cells
+
     def check_contents(self, blocks_of: dict[str, list[int]]) -> None:
-        """Every live token of these requests lies where the reference says, in every layer."""
+        """Every live token of these requests lies where it should, in every layer."""
         if not blocks_of:
             return
-        references = [self.references[req_id] for req_id in blocks_of]
-        sizes = [len(reference.cells) for reference in references]
+        cells = [self.cells_of(req_id) for req_id in blocks_of]
         slots = np.concatenate(
             [
-                (np.array(blocks, dtype=np.int64)[:, None] * S + np.arange(S)).ravel()[:size]
-                for blocks, size in zip(blocks_of.values(), sizes, strict=True)
+                (np.array(blocks, dtype=np.int64)[:, None] * S + np.arange(S)).ravel()[: len(part)]
+                for blocks, part in zip(blocks_of.values(), cells, strict=True)
             ]
         )
-        tokens = np.concatenate([np.array(reference.cells, dtype=np.int64) for reference in references])
-        owners = np.repeat([reference.mark for reference in references], sizes)
-        wrong = (self.marks[:, slots] != np.stack([owners, tokens], axis=-1)).any(axis=(0, 2)) & (tokens != HOLE)
-        where = [(int(owners[n]), int(tokens[n])) for n in np.flatnonzero(wrong)]
+        wanted = np.concatenate([self.references[r].content(part) for r, part in zip(blocks_of, cells, strict=True)])
+        wrong = (self.marks[:, slots] != wanted).any(axis=(0, 2)) & (np.concatenate(cells) != HOLE)
+        where = [tuple(wanted[n].tolist()) for n in np.flatnonzero(wrong)]
         assert not where, f"wrong K/V of {sorted(blocks_of)}: (mark, token) {where}"
-
-    def _start(self, req_id: str) -> None:
-        if req_id in self.broken:
-            return
-        state, config = self.requests[req_id], self.vllm_config.additional_config.vtoken
-        self._marks += 1
-        budget = reference_budget(config, state.params, state.prompt_length)
-        self.references[req_id] = reference_for(self._marks, state.prompt_length, budget, config)
-
-    def clear_new_blocks(self, blocks: list[int]) -> None:
-        """vLLM may clear a block for its new owner before the forward; here it is made useless."""
-        self.cache[:, blocks] = POISON
 
 
 class StubRunner(EvictingRunner, BareRunner):  # type: ignore[misc]
@@ -353,22 +327,39 @@ class StubRunner(EvictingRunner, BareRunner):  # type: ignore[misc]
 
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any) -> None:
         config = self.vllm_config.additional_config.vtoken
-        self.recorder = QueryRecorder() if config.reclaim != "fill" else None
+        needs = load_policy(config).needs
+        self._foreseen = config.policy == "streaming_llm"
+        assert self._foreseen or config.record_trace, "what is not foreseen is looked up in the trace"
 
         def engine_for(device_type: str, relocate: Relocate, mode: str) -> CopyEngine:
             self.relocate = relocate
-            return EagerCopyEngine(relocate)
+            return self._guarded(EagerCopyEngine(relocate))
+
+        def observe(*args: Any) -> QueryRecorder:
+            self.recorder = QueryRecorder(needs, lambda slots: self.marks[0, slots, 1])
+            return self.recorder
 
         # There is no attention backend here to lay an observer over.
-        with (
-            patch.object(compat, "_observe", lambda *args: self.recorder),
-            patch.object(compat, "copy_engine_for", engine_for),
-        ):
+        with patch.object(compat, "_observe", observe), patch.object(compat, "copy_engine_for", engine_for):
             super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
 
     def use_copies(self, kind: Callable[[Relocate], CopyEngine]) -> CopyEngine:
         """Copy tokens in another way from now on."""
-        self.vtoken._copies = engine = kind(self.relocate)
+        self.vtoken._copies = engine = self._guarded(kind(self.relocate))
+        return engine
+
+    def _guarded(self, engine: CopyEngine) -> CopyEngine:
+        """An engine that must not be told to write into a block that is shared or cached at that moment."""
+        launch = engine.launch
+
+        def guarded(sources: Ints, destinations: Ints) -> None:
+            if self.content is not None:
+                for block in {int(slot) // S for slot in destinations}:
+                    writable = self.pool.is_block_writable(self.pool.blocks[block])
+                    assert writable, f"tokens move into block {block}, which is cached or shared"
+            launch(sources, destinations)
+
+        engine.launch = guarded  # type: ignore[method-assign]
         return engine
 
     @property
@@ -385,12 +376,36 @@ class StubRunner(EvictingRunner, BareRunner):  # type: ignore[misc]
         report = result.vtoken_report
         self._follow(plan_of(output).granted, report)
         if not self.broken:
-            assert (report.evicted, report.moved) == self.expected
+            moved = self.expected[1] if self.content is None else report.moved
+            assert (report.evicted, report.moved) == (self.expected[0], moved)
         result.vtoken_report = self.sabotage_report(report)
         return result
 
+    def execute_model(self, output: Any, intermediate_tensors: Any = None) -> Any:
+        result = super().execute_model(output, intermediate_tensors)
+        if result is None:
+            for forward in self.forwards[-1]:
+                self._forget(forward)
+        return result
+
+    def _update_states(self, output: Any) -> None:
+        plan = plan_of(output)
+        self.clear_new_blocks([*plan.granted, *(block for copy in plan.copy_out.values() for block in copy.blocks)])
+        super()._update_states(output)
+
+    def _forget(self, forward: Forward) -> None:
+        """What the policy forgets after a forward; one that is not foreseen is asked."""
+        state, taken = self.requests[forward.req_id], None
+        if not self._foreseen:
+            taken = self.vtoken._traces[forward.req_id].incarnations[-1].victims[-1]
+        complete = state.num_computed_tokens == len(state.tokens)
+        forward.victims, moved = self.references[forward.req_id].forget(complete, taken)
+        self.expected = (self.expected[0] + forward.evicted, self.expected[1] + moved)
+
     def _follow(self, granted: list[int], report: StepReport) -> None:
         """Do to the references' blocks what the worker says that it has done, as far as that was allowed."""
+        if self.content is not None:
+            return
         adopted = [block for change in report.changes.values() for block in change.adopted]
         assert sorted(adopted) == sorted(granted[: len(adopted)]), "a block was adopted that was not granted, or twice"
         for req_id, reference in self.references.items():
@@ -398,4 +413,4 @@ class StubRunner(EvictingRunner, BareRunner):  # type: ignore[misc]
                 moved = reference.follow(report.changes.get(req_id))
                 self.expected = (self.expected[0], self.expected[1] + moved)
         assert report.changes.keys() <= self.references.keys() | self.broken
-        assert self.recorder is not None or not report.changes
+        assert self.vtoken.table.recycling is False or not report.changes

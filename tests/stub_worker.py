@@ -5,13 +5,16 @@ lists of blocks and the reference's must be the same, and every block of the poo
 nobody holds are poisoned.
 """
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
-from reference_cache import DenseReference, S, blocks_for
+from content_marks import ContentMarks
+from reference_cache import AppendingReference, CachingReference, S, blocks_for
 from stub_runner import LAYERS, POISON, StubRunner
 from vllm import SamplingParams
 from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
@@ -48,23 +51,10 @@ class StubEngine:
         num_blocks: int = 1000,
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 65536,
+        caching: bool = False,
     ) -> None:
-        cache_config = CacheConfig(block_size=S, enable_prefix_caching=False)
-        cache_config.num_gpu_blocks = num_blocks
-        scheduler_config = SchedulerConfig(
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_model_len=model_config.max_model_len,
-            is_encoder_decoder=False,
-            enable_chunked_prefill=True,
-            async_scheduling=False,
-        )
-        vllm_config = VllmConfig(
-            model_config=model_config,
-            cache_config=cache_config,
-            scheduler_config=scheduler_config,
-            additional_config=AdditionalConfig(config, {}),
-        )
+        vllm_config = vllm_config_for(model_config, num_blocks, max_num_seqs, max_num_batched_tokens, caching)
+        vllm_config.additional_config = AdditionalConfig(config, {})
         spec = EvictableAttentionSpec(block_size=S, num_kv_heads=1, head_size=1, dtype=torch.float32)
         groups = [KVCacheGroupSpec(list(LAYERS), spec)]
         kv_cache_config = KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
@@ -82,14 +72,24 @@ class StubEngine:
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self.empty_pool = self.pool.get_num_free_blocks()
         self.preemptions = 0
+        self.content = ContentMarks() if caching else None
+        self.runner.pool, self.runner.content = self.pool, self.content
+        self._free_blocks = self.pool.free_blocks
+        self.pool.free_blocks = self._free_once
 
-    def add(self, req_id: str, prompt: int, outputs: int, budget: int | float | None = None) -> None:
+    def add(
+        self,
+        req_id: str,
+        prompt: int = 0,
+        outputs: int = 1,
+        budget: int | float | None = None,
+        *,
+        tokens: Sequence[int] | None = None,
+    ) -> None:
+        """A request arrives with these tokens, or with a prompt of some length."""
         extra = None if budget is None else {"vtoken.budget": budget}
-        params = SamplingParams(max_tokens=outputs, ignore_eos=True, temperature=0.0, extra_args=extra)
-        tokens = [(7 * n + len(req_id)) % 61 for n in range(prompt)]
-        self.scheduler.add_request(
-            Request(request_id=req_id, prompt_token_ids=tokens, sampling_params=params, pooling_params=None)
-        )
+        prompt_tokens = [(7 * n + len(req_id)) % 61 for n in range(prompt)] if tokens is None else list(tokens)
+        self.scheduler.add_request(new_request(req_id, prompt_tokens, outputs, extra, self.content))
 
     def block_ids(self, req_id: str) -> list[int]:
         """What the scheduler thinks that the request holds."""
@@ -130,56 +130,86 @@ class StubEngine:
     # -- what must be true ------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        runner, table, ledger = self.runner, self.runner.vtoken.table, self.manager.ledger
-        stats = self.scheduler.vtoken.stats
-        assert self.config.reclaim == "pack" or stats.tokens_moved <= stats.tokens_evicted
+        runner, stats = self.runner, self.scheduler.vtoken.stats
+        if self.content is None and self.config.reclaim != "pack":
+            assert stats.tokens_moved <= stats.tokens_evicted
         assert not self.scheduler.vtoken.frees_pending
         self.check_pool()
         held = {r: [b.block_id for b in blocks] for r, blocks in self.manager.req_to_blocks.items() if blocks}
         if len(held) <= 32:  # the audit itself is slow
-            audit.check_mapping(table)
-        pending, live, blocks_of = runner._vtoken_blocks, 0, {}
-        for request in self.scheduler.running:
-            req_id = request.request_id
-            if req_id in runner.broken or req_id not in runner.references:
-                continue
-            reference, blocks = runner.references[req_id], held.get(req_id, [])
-            blocks_of[req_id] = blocks
-            assert blocks == pending.get(req_id, runner.requests[req_id].block_ids[0])
-            assert blocks == table.block_ids(req_id) and len(blocks) == blocks_for(len(reference.cells))
-            row, counted = int(table.rows([req_id])[0]), ledger._row_of[req_id]
-            assert table.logical_at[row, : len(reference.cells)].tolist() == reference.cells
-            tokens = len(reference.live)
-            live += tokens
-            assert ledger.length[counted] == table.num_live[row] == tokens
-            assert ledger.epoch[counted] == table.epoch[row] == reference.evictions
-            assert ledger.blocks[counted] == table.num_blocks[row] == len(blocks)
-            assert table.length[row] == reference.length == request.num_computed_tokens
-            assert ledger.returned[counted] == reference.returned
-            if isinstance(reference, DenseReference):
-                if reference.steady:
-                    assert len(reference.cells) <= reference.budget
-            else:
-                assert blocks == reference.blocks and table.end[row] == len(reference.cells)
-                if reference.steady:
-                    assert tokens <= reference.budget
+            audit.check_mapping(runner.vtoken.table)
+        known = [r.request_id for r in self.scheduler.running if r.request_id in runner.references]
+        known = [req_id for req_id in known if req_id not in runner.broken]
+        for req_id in known:
+            self._check_request(req_id, held.get(req_id, []))
         if not runner.broken:
+            live = sum(len(runner.references[req_id].live) for req_id in known)
             assert self.scheduler.vtoken.live_tokens() == live
         if runner.copies_are_made:
-            runner.check_contents(blocks_of)
-            free = [block.block_id for block in self.pool.free_block_queue.get_all_free_blocks()]
-            runner.cache[:, [0, *free]] = POISON
+            runner.check_contents({req_id: held.get(req_id, []) for req_id in known})
+            free = self.pool.free_block_queue.get_all_free_blocks()
+            runner.cache[:, [0, *(block.block_id for block in free if block.block_hash is None)]] = POISON
+        self._check_cached_blocks()
+
+    def _check_request(self, req_id: str, blocks: list[int]) -> None:
+        """Worker, scheduler, vLLM and reference say the same of a running request."""
+        runner, table, ledger = self.runner, self.runner.vtoken.table, self.manager.ledger
+        reference, request = runner.references[req_id], self.scheduler.requests[req_id]
+        row, counted = int(table.rows([req_id])[0]), ledger._row_of[req_id]
+        assert blocks == runner._vtoken_blocks.get(req_id, runner.requests[req_id].block_ids[0])
+        assert blocks == table.block_ids(req_id)
+        cells, tokens = runner.cells_of(req_id), len(reference.live)
+        assert ledger.length[counted] == table.num_live[row] == tokens
+        assert ledger.epoch[counted] == table.epoch[row] == reference.evictions
+        assert ledger.blocks[counted] == table.num_blocks[row] == len(blocks)
+        assert table.length[row] == reference.length == request.num_computed_tokens
+        assert not reference.steady or tokens <= reference.budget
+        if isinstance(reference, CachingReference):
+            read_only = int(table.read_only[row])
+            positions = int(table.end[row])
+            if table.recycling:
+                positions = read_only * S + sum(token >= 0 for token in cells[read_only * S :])
+            assert ledger.returned[counted] == reference.length - positions
+            return
+        assert len(blocks) == blocks_for(len(cells))
+        assert table.logical_at[row, : len(cells)].tolist() == cells
+        assert ledger.returned[counted] == reference.returned
+        if isinstance(reference, AppendingReference):
+            assert blocks == reference.blocks and table.end[row] == len(cells)
+        elif reference.steady:
+            assert len(cells) <= reference.budget
 
     def check_pool(self) -> None:
-        """Every block is free, or held by one request, or on its way back from a step under way."""
-        held = [block for blocks in self.manager.req_to_blocks.values() for block in blocks]
-        under_way = [block for step in self.scheduler.vtoken._under_way for block in step.released + step.granted]
-        free = self.pool.free_block_queue.get_all_free_blocks()
+        """Every block is free, or held by whoever its count of references counts, steps under way among them."""
+        lists = [[block.block_id for block in blocks] for blocks in self.manager.req_to_blocks.values()]
+        assert all(len(set(blocks)) == len(blocks) for blocks in lists), "a request holds a block twice"
+        under_way = [
+            block.block_id for step in self.scheduler.vtoken._under_way for block in step.released + step.granted
+        ]
+        free = [block.block_id for block in self.pool.free_block_queue.get_all_free_blocks()]
         assert len(free) == self.pool.get_num_free_blocks()
-        everywhere = sorted(block.block_id for block in [*held, *under_way, *free])
-        assert everywhere == list(range(1, self.pool.num_gpu_blocks)), "a block was lost or doubled"
-        assert all(block.ref_cnt == 1 for block in [*held, *under_way])
-        assert not any(block.ref_cnt for block in free)
+        holders = Counter([*(block for blocks in lists for block in blocks), *under_way])
+        assert sorted([*holders, *free]) == list(range(1, self.pool.num_gpu_blocks)), "a block was lost or doubled"
+        assert self.content is not None or set(holders.values()) <= {1}, "a block was lost or doubled"
+        counted = {block.block_id: block.ref_cnt for block in self.pool.blocks[1:] if block.ref_cnt}
+        assert counted == holders, "references to a block were lost or doubled"
+
+    def _check_cached_blocks(self) -> None:
+        """Whoever finds a block in the prefix cache finds what its hash promises, in every layer."""
+        if self.content is None:
+            return
+        cached = [block for block in self.pool.blocks if block.block_hash is not None]
+        wanted = {block.block_id: self.content.promised(block) for block in cached}
+        marks = self.runner.marks[:, :, 0].reshape(-1, self.pool.num_gpu_blocks, S)[:, list(wanted)]
+        false = (marks != np.array(list(wanted.values())).reshape(-1, S)).any(axis=(0, 2))
+        assert not false.any(), f"cached blocks {np.array(list(wanted))[false]} hold what their hash does not say"
+
+    def _free_once(self, blocks: Iterable[Any]) -> None:
+        """In the place of the pool's own method: nobody may give back a reference that is not there."""
+        blocks = list(blocks)
+        for block, times in Counter(block.block_id for block in blocks).items():
+            assert self.pool.blocks[block].ref_cnt >= times, f"block {block} is freed once too often"
+        self._free_blocks(blocks)
 
     def check_empty(self) -> None:
         assert self.pool.get_num_free_blocks() == self.empty_pool
@@ -189,12 +219,48 @@ class StubEngine:
     def _check_steady_growth(self, output: Any) -> None:
         """With interval 1, whoever has once been reduced is given no block ever again, where holes are filled."""
         cached = output.scheduled_cached_reqs
-        if self.config.interval > 1 or self.config.reclaim != "fill":
+        if self.config.interval > 1 or self.config.reclaim != "fill" or self.content is not None:
             return
         for req_id, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
             reference = self.runner.references.get(req_id)
             if req_id not in cached.resumed_req_ids and reference is not None and reference.steady:
                 assert blocks is None, f"{req_id} allocates in steady state"
+
+
+def vllm_config_for(
+    model_config: ModelConfig, num_blocks: int, max_num_seqs: int, max_num_batched_tokens: int, caching: bool
+) -> VllmConfig:
+    """What vLLM is told, with or without vtoken."""
+    cache_config = CacheConfig(block_size=S, enable_prefix_caching=caching)
+    cache_config.num_gpu_blocks = num_blocks
+    scheduler_config = SchedulerConfig(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=model_config.max_model_len,
+        is_encoder_decoder=False,
+        enable_chunked_prefill=True,
+        async_scheduling=False,
+    )
+    return VllmConfig(model_config=model_config, cache_config=cache_config, scheduler_config=scheduler_config)
+
+
+def new_request(
+    req_id: str,
+    tokens: list[int],
+    outputs: int,
+    extra_args: dict[str, Any] | None = None,
+    content: ContentMarks | None = None,
+) -> Request:
+    """As vLLM's front end hands it to the scheduler."""
+    params = SamplingParams(max_tokens=outputs, ignore_eos=True, temperature=0.0, extra_args=extra_args)
+    hasher = content.block_hasher if content is not None else None
+    return Request(
+        request_id=req_id,
+        prompt_token_ids=tokens,
+        sampling_params=params,
+        pooling_params=None,
+        block_hasher=hasher,
+    )
 
 
 def same_but(report: StepReport, **changes: Any) -> StepReport:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from reference_cache import S
-from stub_runner import EagerCopyEngine, LazyCopyEngine
+from stub_copies import EagerCopyEngine, LazyCopyEngine
 from stub_worker import StubEngine, same_but
 
 from vtoken.core import reclamation

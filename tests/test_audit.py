@@ -149,7 +149,7 @@ class TestDense:
 
 class TestPlan:
     def test_the_planner_s_own_plan_passes(self, table: TokenTable) -> None:
-        snapshot = Snapshot(ints(0, 1), table.logical_at[:2, :12], table.num_live[:2])
+        snapshot = Snapshot(ints(0, 1), table.logical_at[:2, :12], ints(0, 0), table.num_live[:2])
         for next_tokens in (ints(0, 0), ints(1, 1)):
             audit.check_plan(plan_fill(snapshot, next_tokens, S), table)
 

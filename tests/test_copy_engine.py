@@ -15,7 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vtoken.core.ragged import Ints
-from vtoken.kernels.copy_engine import CPUS, CopyEngine, CopyMode, ForcedSync, InlineCopyEngine, copy_engine_for
+from vtoken.kernels.copy_engine import (
+    CPUS,
+    CopyEngine,
+    CopyFailed,
+    CopyMode,
+    ForcedSync,
+    InlineCopyEngine,
+    copy_engine_for,
+)
 from vtoken.kernels.cpu.copy_engine import ThreadCopyEngine
 from vtoken.kernels.gpu.copy_engine import CudaCopyEngine
 
@@ -86,8 +94,10 @@ class Device:
     @contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
         before, self._current = self._current, stream
-        yield
-        self._current = before
+        try:
+            yield
+        finally:
+            self._current = before
 
     # What a test does with it.
 
@@ -173,6 +183,17 @@ class NotBehindTheCopies(CudaCopyEngine):
 
     def finish(self) -> None:
         pass
+
+
+class ForgetsWhatFailed(CudaCopyEngine):
+    """The control that does not order what was begun of a copy that failed."""
+
+    def launch(self, sources: Ints, destinations: Ints) -> None:
+        self._computed.record(self._cuda.current_stream())
+        self._stream.wait_event(self._computed)
+        with self._cuda.stream(self._stream):
+            self._relocate(sources, destinations)
+        self._copied.record(self._stream)
 
 
 def two_forwards(engine_class: type[CudaCopyEngine], choose: Callable[[int], int]) -> object:
@@ -265,6 +286,35 @@ class TestCudaCopyEngine:
         engine = CudaCopyEngine(lambda *_: seen.append(device.current_stream()), device)
         engine.launch(slots(3), slots(1))
         assert device.current_stream() is compute and seen[0] is not compute
+
+    @pytest.mark.parametrize(("engine_class", "right"), [(CudaCopyEngine, True), (ForgetsWhatFailed, False)])
+    def test_what_was_begun_of_a_failed_copy_is_over_before_the_next_forward(
+        self, engine_class: type[CudaCopyEngine], right: bool
+    ) -> None:
+        """The request that it was made for ends, and slot 1, into which it still writes, is somebody else's."""
+
+        def scenario(choose: Callable[[int], int]) -> object:
+            device = Device(choose)
+            cache = Cache(device, 4)
+
+            def relocate(sources: Ints, destinations: Ints) -> None:
+                cache.relocate(sources[:1], destinations[:1])
+                raise MemoryError
+
+            engine = engine_class(relocate, device)
+            cache.write(3, 13)
+            compute = device.current_stream()
+            with pytest.raises((CopyFailed, MemoryError)):
+                engine.launch(slots(3, 2), slots(1, 0))
+            assert device.current_stream() is compute
+            cache.forward(3)
+            engine.wait()
+            cache.write(1, 21)
+            device.run_all()
+            return cache.payload[1]
+
+        outcomes = all_orders(scenario)
+        assert len(outcomes) > 1 and set(outcomes) == ({21} if right else {13, 21})
 
     def test_before_anything_was_launched(self) -> None:
         device = Device(lambda _: 0)
@@ -427,37 +477,48 @@ class TestThreadCopyEngine:
         assert len(set(threads)) == 1 and threads[0] is not threading.current_thread()
 
     @pytest.mark.parametrize("call", ["wait", "finish"])
-    def test_a_failure_is_raised_once_and_drops_what_stood_behind_it(self, call: str) -> None:
+    def test_failures_are_raised_once_and_together_and_the_other_copies_are_made(self, call: str) -> None:
         made: list[int] = []
         gate = threading.Event()
 
         def relocate(sources: Ints, destinations: Ints) -> None:
             assert gate.wait(MANY)
-            if sources[0] == 1:
-                raise ZeroDivisionError
+            if sources[0] in (1, 3):
+                raise ZeroDivisionError(f"of {sources[0]}")
             made.append(int(sources[0]))
 
         engine = ThreadCopyEngine(relocate)
-        for number in range(3):
-            engine.launch(slots(number), slots(number + 100))
+        for number in range(5):
+            engine.launch(slots(number, 50), slots(number + 100, number + 200))
         gate.set()
-        with pytest.raises(ZeroDivisionError):
+        with pytest.raises(CopyFailed) as failed:
             getattr(engine, call)()
+        assert failed.value.destinations.tolist() == [101, 201, 103, 203]
+        assert repr(failed.value.__cause__) == "ZeroDivisionError('of 1')"
         engine.wait()
         engine.finish()
         engine.launch(slots(7), slots(8))
         engine.wait()
-        assert made == [0, 7]
+        assert made == [0, 2, 4, 7]
         engine.close()
 
     def test_even_an_exit_in_a_copy_does_not_leave_the_host_waiting(self) -> None:
+        made: list[int] = []
+
         def relocate(sources: Ints, destinations: Ints) -> None:
-            raise SystemExit
+            if sources[0] == 1:
+                raise SystemExit
+            made.append(int(sources[0]))
 
         engine = ThreadCopyEngine(relocate)
         engine.launch(slots(1), slots(2))
+        engine.launch(slots(3), slots(4))
         waiting = Waiting(engine.wait)
         assert waiting.returned.wait(MANY) and isinstance(waiting.failure, SystemExit)
+        engine.wait()
+        engine.launch(slots(5), slots(6))
+        engine.wait()
+        assert made == [5]
         engine.close()
 
     def test_closing_makes_what_was_launched_and_ends_the_thread(self) -> None:
@@ -522,6 +583,59 @@ class TestEngines:
         engine.wait()
         assert payload.tolist() == [4, 5, 2, 4, 4, 5] and calls == 2
         engine.finish()
+        engine.close()
+
+    @pytest.mark.parametrize(
+        ("device", "mode", "noticed"),
+        [
+            ("cpu", "async", "wait"),
+            ("cpu", "inline", "launch"),
+            ("cpu", "force_sync", "launch"),
+            ("meta", "async", "launch"),
+        ],
+    )
+    def test_a_copy_that_fails(self, device: str, mode: CopyMode, noticed: str) -> None:
+        payload = np.arange(6)
+
+        def relocate(sources: Ints, destinations: Ints) -> None:
+            payload[destinations[:1]] = payload[sources[:1]]
+            if len(sources) > 1:
+                raise ZeroDivisionError("halfway")
+
+        engine = copy_engine_for(device, relocate, mode)
+        destinations = slots(0, 1)
+        if noticed == "launch":
+            with pytest.raises(CopyFailed) as failed:
+                engine.launch(slots(4, 5), destinations)
+        else:
+            engine.launch(slots(4, 5), destinations)
+            with pytest.raises(CopyFailed) as failed:
+                engine.wait()
+        destinations[:] = -1
+        assert failed.value.destinations.tolist() == [0, 1]
+        assert repr(failed.value.__cause__) == "ZeroDivisionError('halfway')"
+        engine.wait()
+        engine.launch(slots(3), slots(2))
+        engine.wait()
+        assert payload.tolist() == [4, 1, 3, 3, 4, 5]
+        engine.close()
+
+    @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+    @pytest.mark.parametrize("mode", ["async", "inline", "force_sync"])
+    def test_somebody_who_wants_the_process_to_end_is_not_held_up(
+        self, mode: CopyMode, kind: type[BaseException]
+    ) -> None:
+        def relocate(sources: Ints, destinations: Ints) -> None:
+            raise kind
+
+        engine = copy_engine_for("cpu", relocate, mode)
+
+        def copy() -> None:
+            engine.launch(slots(1), slots(2))
+            engine.wait()
+
+        with pytest.raises(kind):
+            copy()
         engine.close()
 
     def test_which_is_chosen(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -378,7 +378,8 @@ class TestAppending:
         assert (ledger.live_tokens(), ledger.held_blocks(), ledger.physical_length("r", 101)) == (39, 7, 101)
 
     def test_blocks_that_were_emptied_count_as_whole_ones(self, ledger: LengthLedger) -> None:
-        ledger.give_back("r", 3)
+        ledger.hold_blocks("r", 4)
+        ledger.follow({"r": 3 * S})
         assert (ledger.held_blocks(), ledger.physical_length("r", 101)) == (4, 101 - 3 * S)
         counts = ledger.schedule(["r"], ints(1), ints(101), ints(101))
         assert (counts.length.tolist(), counts.evict.tolist(), counts.epoch.tolist()) == ([39], [1], [1])
@@ -390,7 +391,8 @@ class TestAppending:
         assert ledger.live_tokens() == 39
 
     def test_a_preempted_request_starts_anew(self, ledger: LengthLedger) -> None:
-        ledger.give_back("r", 3)
+        ledger.hold_blocks("r", 4)
+        ledger.follow({"r": 3 * S})
         ledger.reset("r")
         assert (ledger.held_blocks(), ledger.live_tokens(), ledger.physical_length("r", 101)) == (0, 0, 101)
 

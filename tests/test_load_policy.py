@@ -88,6 +88,7 @@ class TestAccepted:
     def test_the_observation_window_is_the_engine_s(self) -> None:
         assert load("snapkv", window=20) == SnapKV(observation_window=20)
         assert load("scissorhands", window=64, history=100) == Scissorhands(100, 64)
+        assert load("h2o", window=64, whole_prompt=True) == H2O(whole_prompt=True, observation_window=64)
 
     def test_the_options_given_are_not_changed(self) -> None:
         config = VTokenConfig(policy="scissorhands", policy_options={"history": 9})
@@ -104,14 +105,14 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("h20", {}, "unknown policy 'h20'; did you mean 'h2o'?"),
     ("lru", {}, f"unknown policy 'lru'; the policies are {ALL_NAMES}, and 'module:Class' is one of your own."),
     ("h2o", {"decai": 0.9}, "unknown option 'decai' of policy 'h2o'; did you mean 'decay'?"),
-    ("h2o", {"seed": 1}, "unknown option 'seed' of policy 'h2o'; its options are decay, average."),
+    ("h2o", {"seed": 1}, "unknown option 'seed' of policy 'h2o'; its options are decay, average, whole_prompt."),
     ("tova", {"seed": 1}, "unknown option 'seed' of policy 'tova'; it has no options."),
     ("snapkv", {"observation_window": 8}, "option 'observation_window' is the engine's; set it beside policy_options, "
      "not in it."),
     ("h2o", {"decay": "0.9"}, "option 'decay' = '0.9' of policy 'h2o' is refused: it should be a valid number; "
-     "its options are decay, average."),
+     "its options are decay, average, whole_prompt."),
     ("h2o", {"average": 1}, "option 'average' = 1 of policy 'h2o' is refused: it should be a valid boolean; "
-     "its options are decay, average."),
+     "its options are decay, average, whole_prompt."),
     ("snapkv", {"pooling": "sum"}, "option 'pooling' = 'sum' of policy 'snapkv' is refused: it should be 'avg' or "
      "'max'; its options are kernel_size, pooling."),
     ("h2o", {"decay": 0.0}, "policy_options = {'decay': 0.0} are refused by policy 'h2o': decay must lie in (0, 1]."),

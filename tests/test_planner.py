@@ -24,7 +24,7 @@ def snapshot(*layouts: list[int | None]) -> Snapshot:
     for row, layout in enumerate(layouts):
         logical_at[row, : len(layout)] = [HOLE if token is None else token for token in layout]
     live = (logical_at != HOLE).sum(axis=1).astype(np.int64)
-    return Snapshot(10 + np.arange(len(layouts), dtype=np.int64), logical_at, live)
+    return Snapshot(10 + np.arange(len(layouts), dtype=np.int64), logical_at, np.zeros_like(live), live)
 
 
 def pairs(plan: Plan) -> list[tuple[int, int, int]]:
@@ -93,7 +93,7 @@ class TestPlanFill:
         assert batch.keep_blocks.tolist() == [2, 1, 2, 1]
 
     def test_no_request_at_all(self) -> None:
-        empty = Snapshot(ints(), np.empty((0, 0), dtype=np.int32), ints())
+        empty = Snapshot(ints(), np.empty((0, 0), dtype=np.int32), ints(), ints())
         plan = plan_fill(empty, ints(), S)
         assert pairs(plan) == [] and plan.keep_blocks.tolist() == []
 
@@ -104,7 +104,7 @@ class TestPlanFill:
         ids = audit.live_ids(table)
         width = int(table.num_blocks[rows].max()) * S
         before = table.logical_at[rows, :width].copy()
-        plan = plan_fill(Snapshot(rows, before, table.num_live[rows]), next_tokens, S)
+        plan = plan_fill(Snapshot(rows, before, np.zeros_like(rows), table.num_live[rows]), next_tokens, S)
         audit.check_plan(plan, table)
 
         extent = table.num_live[rows] + next_tokens
@@ -240,7 +240,7 @@ def burst(dead: np.ndarray, size: int) -> Burst:
     (packing,) = choose_packings(ints(0), live_in_block[None], ints(held), held, held, size)
     packed = int(live_in_block[packing.sources].sum())
     returned = len(packing.sources) - packing.destinations
-    plan = plan_fill(Snapshot(ints(0), logical_at[None], ints(int((~dead).sum()))), ints(0), size)
+    plan = plan_fill(Snapshot(ints(0), logical_at[None], ints(0), ints(int((~dead).sum()))), ints(0), size)
     assert held - int(plan.keep_blocks[0]) == returned, "packing all sparse blocks leaves as few as filling"
     return Burst(packed, len(plan.moves), int((~dead).sum()), packed / (len(packing.sources) * size), returned)
 

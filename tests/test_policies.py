@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from policy_driver import NAMESPACES, Request, observation, priorities, random_model, request_of, to
 
-from vtoken.policies import POLICIES, Observation, Policy
+from vtoken.policies import ALL, POLICIES, Needs, Observation, Policy
 from vtoken.policies.h2o import H2O
 from vtoken.policies.key_norm import KeyNorm
 from vtoken.policies.random import Random
@@ -23,6 +23,7 @@ EVERY_POLICY = [
     H2O(),
     H2O(decay=0.9),
     H2O(decay=0.9, average=False),
+    H2O(whole_prompt=True),
     Scissorhands(history=5, observation_window=8),
     SnapKV(observation_window=8),
     SnapKV(observation_window=8, pooling="max", kernel_size=7),
@@ -42,10 +43,13 @@ def masses() -> np.ndarray:
     return a
 
 
-def run(policy: Policy, xp: Any, parts: tuple[int, ...] = (PROMPT,), decode: int = LENGTH - PROMPT) -> np.ndarray:
-    """The priorities of all tokens after a prompt and a few decode steps on the same model, in logical order."""
-    request = Request(policy, random_model(7), xp)
-    request.prefill(parts)
+def run(policy: Policy, xp: Any, decode: int = LENGTH - PROMPT, hit: int = 0) -> np.ndarray:
+    """The priorities of all tokens after a prompt and a few decode steps on the same model, in logical order.
+
+    ``hit``: so many of the prompt's tokens come from a prefix cache.
+    """
+    request = Request(policy, random_model(7), xp, prefix_hit=hit)
+    request.prefill([PROMPT - hit])
     for _ in range(decode):
         request.decode(0)
     assert request.live == list(range(PROMPT + decode))
@@ -109,7 +113,73 @@ class TestFormulas:
         assert {name for name, need in needs.items() if need.key_norms} == {"KeyNorm"}
         assert {name for name, need in needs.items() if need.each_query} == {"Scissorhands"}
         assert H2O(decay=0.5).needs.query_decay == 0.5
+        assert [policy.needs.computed_queries for policy in EVERY_POLICY] == [0, 32, 32, 32, ALL, 8, 8, 8, 1, 0, 0]
+        assert H2O(observation_window=64).needs == replace(H2O().needs, own_queries=64)
         assert {type(policy) for policy in EVERY_POLICY} == set(POLICIES.values())
+
+
+class TestNeeds:
+    def test_queries_that_are_looked_at_are_computed(self) -> None:
+        assert Needs().computed_queries == 0
+        assert Needs(prompt_queries=8).computed_queries == 8
+        assert Needs(prompt_queries=ALL).computed_queries == ALL
+        assert Needs(prompt_queries=ALL, own_queries=0).computed_queries == 0
+        assert Needs(prompt_queries=ALL, own_queries=ALL).computed_queries == ALL
+        assert Needs(prompt_queries=8, own_queries=8).computed_queries == 8
+        assert Needs(own_queries=9).computed_queries == 9
+
+    @pytest.mark.parametrize("own", [-1, 1.0, True, "32"])
+    def test_a_count_is_a_count(self, own: Any) -> None:
+        with pytest.raises(ValueError, match=r"^own_queries must be a count of queries, ALL, or None$"):
+            Needs(prompt_queries=ALL, own_queries=own)
+
+    def test_fewer_than_the_observed_ones_are_refused(self) -> None:
+        with pytest.raises(ValueError, match=r"^own_queries = 7 must not be below prompt_queries = 8, which are all "):
+            Needs(prompt_queries=8, own_queries=7)
+
+
+class TestAfterAHit:
+    """The prompt's first tokens come from a prefix cache, and nobody has seen what their queries attended."""
+
+    TOKENS = to(np, [3, 0, 2, 1])
+    SUM = (0.5, 0.625, 0.375, 0.5)  # of the queries 2: 1/2, 1/4, 1/4 and 3: 1/8, 1/4, 1/8, 1/2 to tokens 0, 1, ...
+    FADED = (0.5, 0.375, 0.25, 0.375)  # with the former halved
+
+    @both_namespaces
+    def test_h2o_averages_over_the_queries_that_were_seen(self, xp: Any) -> None:
+        batch = observation(xp, tokens=self.TOKENS, state=self.SUM, first_query=[2])
+        assert priorities(H2O(), batch).tolist() == [0.5, 0.3125, 0.1875, 0.25]
+        assert priorities(H2O(average=False), batch).tolist() == list(self.SUM)
+        faded = observation(xp, tokens=self.TOKENS, state=self.FADED, first_query=[2])
+        np.testing.assert_allclose(priorities(H2O(decay=0.5), faded), [0.5, 0.25, 0.25 / 1.5, 0.25], rtol=1e-6)
+
+    @both_namespaces
+    def test_requests_with_and_without_a_hit_in_one_batch(self, xp: Any) -> None:
+        batch = observation(
+            xp, tokens=[*self.TOKENS, *self.TOKENS], state=[*self.SUM] * 2, counts=[4, 4], length=[4, 4],
+            first_query=[2, 0],
+        )  # fmt: skip
+        hit, miss = [0.5, 0.3125, 0.1875, 0.25], [0.5, 0.15625, 0.1875, 0.5 / 3]
+        np.testing.assert_allclose(priorities(H2O(), batch), [*hit, *miss], rtol=1e-6)
+
+    @both_namespaces
+    @pytest.mark.parametrize("decay", [1.0, 1 - 1e-7, 0.999999, 0.9])
+    def test_h2o_s_formula(self, xp: Any, decay: float) -> None:
+        a, hit, n = masses(), 24, LENGTH
+        total, mean = np.zeros(n), np.zeros(n)
+        for t in range(n):
+            weight = {q: decay ** (n - 1 - q) for q in range(max(t, hit), n)}
+            total[t] = sum(w * a[q, t] for q, w in weight.items())
+            mean[t] = total[t] / sum(weight.values())
+        np.testing.assert_allclose(run(H2O(decay, average=False), xp, hit=hit), total, rtol=3e-6)
+        np.testing.assert_allclose(run(H2O(decay), xp, hit=hit), mean, rtol=3e-6)
+
+    @both_namespaces
+    @pytest.mark.parametrize("policy", [p for p in EVERY_POLICY if not isinstance(p, H2O)], ids=str)
+    def test_for_the_others_a_hit_changes_nothing(self, policy: Policy, xp: Any) -> None:
+        longest = PROMPT - max(policy.needs.computed_queries, 1)
+        np.testing.assert_array_equal(run(policy, xp, hit=longest), run(policy, xp))
+        assert not np.allclose(run(H2O(), xp, hit=longest), run(H2O(), xp))  # what a difference would look like
 
 
 class TestObserving:
@@ -231,6 +301,7 @@ class TestBatches:
             counts=self.COUNTS,
             length=length,
             prompt_hash=rng.integers(2**31, size=5),
+            first_query=[0, 3, 40, 10, 2],
             state=rng.random(total),
             key_norm=rng.random(total),
             mass=rng.random(total) * rng.choice([1.0, 1000.0], size=total),
@@ -269,7 +340,18 @@ class TestBatches:
         policy.priority(batch)
         if policy.needs.attention:
             policy.observe(batch)
-        for name in ("tokens", "counts", "length", "state", "mass", "key_norm", "queries", "position", "attended"):
+        for name in (
+            "tokens",
+            "counts",
+            "length",
+            "first_query",
+            "state",
+            "mass",
+            "key_norm",
+            "queries",
+            "position",
+            "attended",
+        ):
             np.testing.assert_array_equal(np.asarray(getattr(batch, name)), np.asarray(getattr(pristine, name)))
 
 

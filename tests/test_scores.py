@@ -1,7 +1,7 @@
 """What the policy is told: masses and key norms of the right tokens, at the right moments, and nothing else."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
@@ -11,13 +11,13 @@ import pytest
 from vtoken.config import VTokenConfig
 from vtoken.core.budget import cadence_of
 from vtoken.core.ledger import LengthLedger
-from vtoken.core.observed import AttendedQueries
-from vtoken.core.token_table import HOLE
+from vtoken.core.observed import AttendedQueries, QueryRuns
+from vtoken.core.token_table import HOLE, TokenTable
 from vtoken.kernels.copy_engine import InlineCopyEngine
 from vtoken.policies import ALL, Needs, Observation, Policy, PolicyBatch
 from vtoken.vllm_plugin.protocol import StepPlan
 from vtoken.vllm_plugin.ranks import Ranks
-from vtoken.vllm_plugin.scores import score_bytes
+from vtoken.vllm_plugin.scores import ScoreKeeper, score_bytes
 from vtoken.vllm_plugin.worker import EvictionWorker
 
 S = 16
@@ -353,6 +353,202 @@ class TestWhatThePolicySees:
             driver.step()
             hashes.append(int(driver.policy.shown[0].prompt_hash[0]))
         assert hashes[0] == hashes[2] != hashes[1] and all(0 <= h < 2**31 for h in hashes)
+
+
+class Given:
+    """An observer whose masses are given, line after line."""
+
+    heads = 1
+
+    def __init__(self) -> None:
+        self.lines: list[list[float]] = []
+
+    def begin(self, queries: AttendedQueries, block_table: Any) -> None:
+        raise NotImplementedError
+
+    def take(self) -> np.ndarray:
+        return np.concatenate(self.lines).astype(np.float32)
+
+
+NAN = float("nan")
+
+
+class Kept:
+    """A keeper over a table that recycles; request after request, each with the next blocks of four slots."""
+
+    def __init__(self, needs: Needs) -> None:
+        self.table, self.policy, self.given = TokenTable(4, requests=2, tokens=16), Recorder(needs), Given()
+        self.keeper = ScoreKeeper(self.table, self.policy, 1, self.given, lambda slots: slots.astype(np.float32))
+        self.first_block = count(1, 8)
+        self.blocks: dict[str, np.ndarray] = {}
+
+    def add(self, name: str, tokens: int, hit: int = 0) -> int:
+        """A request and its first forward; so many of its tokens come from the prefix cache."""
+        row = self.table.add_request(name, prefix=hit)
+        self.keeper.start(row, [1, 2, 3], hit)
+        self.blocks[name] = np.arange(next(self.first_block), 1000, dtype=np.int32)[None, :8]
+        self.compute(name, tokens - hit, told=hit)
+        return row
+
+    def compute(self, name: str, tokens: int, told: int = 0) -> None:
+        """So many new tokens have a slot; the keeper also learns of the ``told`` ones before them."""
+        row = self.table.rows([name])
+        held = -(-(self.table.end[row] + tokens) // 4)
+        self.table.sync_new_tokens(row, self.blocks[name], held, np.array([tokens]))
+        length = int(self.table.length[row[0]])
+        new = np.arange(length - tokens - told, length)
+        owner = np.repeat(row, len(new))
+        self.keeper.follow(owner, new)
+        self.keeper.absorb_keys(
+            owner, new, self.table.slots(owner, self.table.physical_of[owner, new].astype(np.int64))
+        )
+
+    def share_first_block(self, row: int, *dead: int) -> None:
+        """These tokens die in a block that must stay as it is."""
+        self.table.evict_tokens(np.full(len(dead), row), np.array(dead))
+        self.table.keep_read_only(row, 1)
+
+    def look(self, rows: list[int], lines: list[list[float]], counts: list[int], ends_part: bool = True) -> list[int]:
+        """A forward with these observed queries, which are a prompt's where there is more than one."""
+        several = np.array(counts)
+        self.given.lines = lines
+        attended = self.table.end[rows]
+        queries = QueryRuns(np.arange(len(rows)), np.zeros_like(several), several, attended)
+        self.keeper.watch(np.array(rows), several == 1, np.full(len(rows), ends_part), queries)
+        return self.keeper.absorb_attention().tolist()
+
+    def shown(self, rows: list[int]) -> PolicyBatch:
+        self.keeper.priorities(np.array(rows))
+        return self.policy.shown[-1]
+
+
+HOLED = [0.25, NAN, NAN, 0.125, 0.5, 0.125]  # by position; tokens 1 and 2 are dead
+DENSE = [0.5, 0.25, 0.25]
+
+
+class TestSharedBlocksWithHoles:
+    """Of a request that recycles, the read-only blocks may have holes: their masses are nobody's."""
+
+    def holed(self, needs: Needs = ALL_QUERIES) -> tuple[Kept, int, int]:
+        kept = Kept(needs)
+        holed, dense = kept.add("holed", 6), kept.add("dense", 3)
+        kept.share_first_block(holed, 1, 2)
+        return kept, holed, dense
+
+    @pytest.mark.parametrize("holed_first", [True, False])
+    def test_beside_a_dense_request(self, holed_first: bool) -> None:
+        kept, *rows = self.holed(replace(ALL_QUERIES, key_norms=True))
+        lines, tokens = [HOLED, DENSE], [[0, 3, 4, 5], [0, 1, 2]]
+        masses = [[0.25, 0.125, 0.5, 0.125], DENSE]
+        norms = [[4.0, 7.0, 8.0, 9.0], [36.0, 37.0, 38.0]]
+        if not holed_first:
+            for pair in (rows, lines, tokens, masses, norms):
+                pair.reverse()
+        assert kept.look(rows, lines, [1, 1]) == []
+        (seen,) = kept.policy.seen
+        assert seen.counts.tolist() == [len(part) for part in tokens]
+        assert seen.tokens.tolist() == [*tokens[0], *tokens[1]]
+        assert seen.mass.tolist() == [*masses[0], *masses[1]]
+        assert seen.attended.tolist() == seen.counts.tolist()
+        batch = kept.shown(rows)
+        assert batch.tokens.tolist() == [*tokens[0], *tokens[1]] and batch.state.tolist() == [*masses[0], *masses[1]]
+        assert batch.key_norm.tolist() == [*norms[0], *norms[1]]
+
+    def test_alone(self) -> None:
+        kept, row, _ = self.holed()
+        kept.look([row], [HOLED], [1])
+        batch = kept.shown([row])
+        assert (batch.counts.tolist(), batch.length.tolist()) == ([4], [6])
+        assert dict(zip(batch.tokens.tolist(), batch.state.tolist(), strict=True)) == {
+            0: 0.25,
+            3: 0.125,
+            4: 0.5,
+            5: 0.125,
+        }
+
+    def test_a_token_that_recycles_a_hole_behind_them(self) -> None:
+        """Positions 0 to 5 then hold 0, -, -, 3, 6, 5."""
+        kept, row, _ = self.holed()
+        kept.table.evict_tokens(np.array([row]), np.array([4]))
+        kept.compute("holed", 1)
+        kept.look([row], [HOLED], [1])
+        assert kept.policy.seen[0].tokens.tolist() == [0, 3, 6, 5]
+        assert kept.policy.seen[0].mass.tolist() == [0.25, 0.125, 0.5, 0.125]
+
+    def test_each_query_of_a_chunk(self) -> None:
+        kept, row, dense = self.holed(Needs(prompt_queries=2, decode_queries=True, each_query=True))
+        kept.compute("holed", 2)
+        first = [0.25, NAN, NAN, 0.25, 0.25, 0.125, 0.125, 0.0]
+        second = [0.125, NAN, NAN, 0.125, 0.25, 0.125, 0.125, 0.25]
+        assert kept.look([dense, row], [DENSE, first, second], [1, 2]) == []
+        turns = [(seen.tokens.tolist(), seen.mass.tolist()) for seen in kept.policy.seen]
+        assert turns == [
+            ([0, 1, 2, 0, 3, 4, 5, 6, 7], [*DENSE, 0.25, 0.25, 0.25, 0.125, 0.125, 0.0]),
+            ([0, 3, 4, 5, 6, 7], [0.125, 0.125, 0.25, 0.125, 0.125, 0.25]),
+        ]
+
+    def test_a_dense_request_is_left_as_it_is(self) -> None:
+        kept, _, dense = self.holed()
+        kept.look([dense], [DENSE], [1])
+        assert kept.policy.seen[0].mass.tolist() == DENSE
+
+    def test_a_mass_in_a_hole_is_found_out(self) -> None:
+        """The negative control: were the holes' masses not dropped, or were there any, the sum would tell."""
+        kept, row, dense = self.holed()
+        wrong = [0.125, 0.25, 0.0, 0.125, 0.375, 0.125]
+        assert kept.look([row, dense], [wrong, DENSE], [1, 1]) == [row]
+        assert kept.policy.seen[0].mass.tolist() == [0.0] * 4 + DENSE
+
+
+class TestAfterAPrefixHit:
+    def test_who_computed_which_queries(self) -> None:
+        kept = Kept(ALL_QUERIES)
+        hit, miss = kept.add("hit", 6, hit=4), kept.add("miss", 3)
+        kept.look([hit, miss], [[0.5, 0.5, 0.25, 0.25, 0.25, 0.25], [1.5, 1.0, 0.5]], [2, 3])
+        (seen,) = kept.policy.seen
+        assert seen.first_query.tolist() == [4, 0]
+        assert seen.tokens.tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2]
+        assert seen.state.tolist() == [0.0] * 9
+        assert (seen.queries.tolist(), seen.position.tolist()) == ([2, 3], [5, 2])
+        assert kept.shown([miss, hit]).first_query.tolist() == [0, 4]
+        assert kept.shown([hit]).state.tolist() == [0.5, 0.5, 0.25, 0.25, 0.25, 0.25]
+
+    def test_norms_of_keys_that_were_there_already(self) -> None:
+        kept = Kept(Needs(key_norms=True))
+        kept.add("another", 3)
+        row = kept.add("hit", 6, hit=4)
+        assert kept.shown([row]).key_norm.tolist() == [36.0, 37.0, 38.0, 39.0, 40.0, 41.0]
+
+    def test_parts_of_the_prompt_are_summed_up_over_the_prefix_too(self) -> None:
+        kept = Kept(Needs(prompt_queries=ALL, query_decay=0.5))
+        row = kept.add("hit", 6, hit=4)
+        kept.look([row], [[0.5, 0.25, 0.25, 0.0, 0.25, 0.25]], [2], ends_part=False)
+        assert not kept.policy.seen
+        kept.compute("hit", 2)
+        kept.look([row], [[0.5, 0.25, 0.0, 0.25, 0.125, 0.125, 0.125, 0.125]], [2])
+        (seen,) = kept.policy.seen
+        assert seen.queries.tolist() == [4]
+        assert seen.mass.tolist() == [0.625, 0.3125, 0.0625, 0.25, 0.1875, 0.1875, 0.125, 0.125]
+
+    def test_a_row_that_is_used_again(self) -> None:
+        kept = Kept(ALL_QUERIES)
+        row = kept.add("before", 6)
+        kept.look([row], [[2.0, 1.0, 1.0, 1.0, 0.5, 0.5]], [6], ends_part=False)
+        kept.look([row], [[0.5, 0.25, 0.125, 0.125, 0.0, 0.0]], [1])
+        kept.table.drop_request("before")
+        assert kept.add("after", 7, hit=4) == row
+        batch = kept.shown([row])
+        assert batch.state.tolist() == [0.0] * 7 and batch.first_query.tolist() == [4]
+        kept.look([row], [[0.5, 0.5, 0.5, 0.5, 0.5, 0.25, 0.25]], [3])
+        assert kept.policy.seen[-1].mass.tolist() == [0.5, 0.5, 0.5, 0.5, 0.5, 0.25, 0.25]
+        kept.table.drop_request("after")
+        assert kept.add("last", 3) == row
+        assert kept.shown([row]).first_query.tolist() == [0]
+
+    def test_rows_beyond_the_first_ones(self) -> None:
+        kept = Kept(Needs())
+        rows = [kept.add(f"r{n}", hit + 1, hit) for n, hit in enumerate((4, 0, 8, 12, 0))]
+        assert kept.shown(rows).first_query.tolist() == [4, 0, 8, 12, 0]
 
 
 class TestRefusals:

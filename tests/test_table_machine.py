@@ -133,7 +133,8 @@ class World:
     # -- what a mutant changes --------------------------------------------------------------------------------
 
     def plan(self, rows: np.ndarray, evicted: np.ndarray, next_tokens: np.ndarray) -> Plan:
-        return self.reclamation.plan(rows, evicted, next_tokens)
+        moving = evicted > next_tokens
+        return self.reclamation.plan(rows[moving], next_tokens[moving])
 
     def copy(self, moves: Moves) -> None:
         sources = self.table.slots(moves.rows, moves.sources)

@@ -6,7 +6,8 @@ Rounding may decide a near tie, so a score is an interval, and a victim must not
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -28,13 +29,20 @@ class Measured:
 
 @dataclass(frozen=True)
 class Settings:
-    """What the formulas need to know; ``parts`` are the places at which the prompt is reduced."""
+    """What the formulas need to know.
+
+    Attributes:
+        parts: the places at which the prefill is reduced.
+        window: queries before them that are looked at.
+        hit: the request's first own query; those before it were an earlier request's. ``check_victims`` fills it in.
+    """
 
     prompt: list[int]
     parts: list[int]
     sinks: int
     recent: int
     window: int = 32
+    hit: int = 0
 
 
 Score = Callable[[Measured, Settings, int], tuple[np.ndarray, np.ndarray]]
@@ -72,7 +80,7 @@ def check_victims(model: Any, token_ids: Sequence[int], life: Incarnation, score
     Returns:
         how many victims were compared with a survivor.
     """
-    total = length(life)
+    total, settings = length(life), replace(settings, hit=life.prefix_hit)
     measured = measure(model, token_ids[:total], visibility(life))
     compared = 0
     for forward, (n, live, victims) in enumerate(evictions(life)):
@@ -106,15 +114,14 @@ def _near(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return values - slack, values + slack
 
 
-def _queries(settings: Settings, n: int, window: int) -> Iterator[tuple[int, bool]]:
-    """The observed queries up to length n: the last ``window`` of each part of a prompt, and all later ones."""
+def _windows(settings: Settings, n: int) -> Iterator[range]:
+    """The last queries of each part of the prefill that is over at length n; all of them are the request's own."""
     start = 0
-    for end in settings.parts:
-        for q in range(max(start, end - window), min(end, n)):
-            yield q, True
+    for end in (part for part in settings.parts if part <= n):
+        queries = range(max(start, end - settings.window), end)
+        assert queries.start >= settings.hit, f"query {queries.start} is looked at, and a hit reaches to {settings.hit}"
+        yield queries
         start = end
-    for q in range(settings.parts[-1], n):
-        yield q, False
 
 
 def streaming_llm(measured: Measured, settings: Settings, n: int) -> tuple[np.ndarray, np.ndarray]:
@@ -140,16 +147,21 @@ def key_norm(measured: Measured, settings: Settings, n: int) -> tuple[np.ndarray
     return _near(-measured.norm[:n])
 
 
+def _since(settings: Settings, n: int) -> np.ndarray:
+    """Per token, the first query that was seen and could see it."""
+    return np.maximum(np.arange(n), settings.hit)
+
+
 def h2o(measured: Measured, settings: Settings, n: int) -> tuple[np.ndarray, np.ndarray]:
-    return _near(measured.a[:n, :n].sum(axis=0) / (n - np.arange(n)))
+    return _near(measured.a[settings.hit : n, :n].sum(axis=0) / (n - _since(settings, n)))
 
 
 def h2o_sum(measured: Measured, settings: Settings, n: int) -> tuple[np.ndarray, np.ndarray]:
-    return _near(measured.a[:n, :n].sum(axis=0))
+    return _near(measured.a[settings.hit : n, :n].sum(axis=0))
 
 
 def h2o_fading(measured: Measured, settings: Settings, n: int) -> tuple[np.ndarray, np.ndarray]:
-    weight = 0.9 ** (n - 1 - np.arange(n))
+    weight = np.where(np.arange(n) >= settings.hit, 0.9 ** (n - 1 - np.arange(n)), 0)
     return _near(weight @ measured.a[:n, :n] / np.array([weight[t:].sum() for t in range(n)]))
 
 
@@ -159,16 +171,15 @@ def tova(measured: Measured, settings: Settings, n: int) -> tuple[np.ndarray, np
 
 def snapkv(measured: Measured, settings: Settings, n: int) -> tuple[np.ndarray, np.ndarray]:
     """Average pooling of 5; a dead token between two live ones does not keep them apart."""
-    state, w, start = np.zeros(n), settings.window, 0
-    for end in (part for part in settings.parts if part <= n):
-        queries = range(max(start, end - w), end)
+    state, w = np.zeros(n), settings.window
+    for queries in _windows(settings, n):
+        end = queries.stop
         mass = measured.a[queries.start : end, :n].sum(axis=0)
         seen = np.flatnonzero(measured.a[end - 1, : end - w] > 0) if end > w else np.empty(0, dtype=int)
         pooled = mass.copy()
         padded = np.concatenate([[0, 0], mass[seen], [0, 0]])
         pooled[seen] = sum(padded[shift : shift + len(seen)] for shift in range(5)) / 5
         state = (1 - 1 / w) ** len(queries) * state + pooled
-        start = end
     for q in range(settings.parts[-1], n):
         state = (1 - 1 / w) * state + measured.a[q, :n]
     return _near(state)
@@ -176,7 +187,7 @@ def snapkv(measured: Measured, settings: Settings, n: int) -> tuple[np.ndarray, 
 
 def scissorhands(measured: Measured, settings: Settings, n: int) -> tuple[np.ndarray, np.ndarray]:
     most, least = np.zeros(n), np.zeros(n)
-    for q, _ in _queries(settings, n, settings.window):
+    for q in [*chain.from_iterable(_windows(settings, n)), *range(settings.parts[-1], n)]:
         row = measured.a[q, :n]
         seen = np.arange(n) <= q
         mean = row.sum() / (row > 0).sum()

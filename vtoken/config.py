@@ -80,6 +80,12 @@ class VTokenConfig(_Options):
         le=MOST_TOKENS,
         description="Forwards for which a generated token is never evicted, where that is longer than recent.",
     )
+    protect_prefix: int = Field(
+        0, ge=0, le=MOST_TOKENS, description="Leading tokens that are never evicted, where that is more than sinks."
+    )
+    protect_prompt: bool = Field(
+        False, description="Never evict a token of the prompt: only generated tokens are forgotten."
+    )
     interval: int = Field(
         1,
         ge=1,
@@ -102,6 +108,11 @@ class VTokenConfig(_Options):
         "fill",
         description="How holes become free blocks: 'fill' keeps every request dense; 'pack' copies sparse blocks "
         "together when memory runs short; 'none' frees a block once all its tokens are dead.",
+    )
+    shared_blocks: Literal["smaller", "keep"] = Field(
+        "smaller",
+        description="fill, with prefix caching: blocks that several requests share stay, their dead tokens masked, for "
+        "as long as they are shared ('keep'), or until copying out makes the blocks held fewer ('smaller').",
     )
     theta_f: float = Field(
         0.25, ge=0.0, lt=1.0, description="pack: reclaim when more than this share of all held slots is dead or unused."
@@ -149,9 +160,19 @@ class VTokenConfig(_Options):
     )
 
     @property
+    def head(self) -> int:
+        """Leading tokens of any request that no eviction may take."""
+        return max(self.sinks, self.protect_prefix)
+
+    @property
     def protected(self) -> int:
-        """Tokens that no eviction may take, plus the room that one interval needs."""
-        return self.sinks + max(self.recent, self.grace) + self.interval
+        """Tokens that no eviction may take, plus the room that one interval needs, for a prompt without protection."""
+        return self.protected_with(0)
+
+    def protected_with(self, prompt_length: int) -> int:
+        """The same for a request with such a prompt."""
+        head = max(self.head, prompt_length) if self.protect_prompt else self.head
+        return head + max(self.recent, self.grace) + self.interval
 
     @model_validator(mode="after")
     def _options_go_together(self) -> "VTokenConfig":
@@ -190,12 +211,17 @@ class RequestOptions(_Options):
         return request
 
 
-def check_budget_floor(budget: int, config: VTokenConfig) -> None:
-    """Refuse a budget that the protected tokens exceed."""
-    if budget < config.protected:
+def check_budget_floor(budget: int, config: VTokenConfig, prompt_length: int = 0) -> None:
+    """Refuse a budget that the protected tokens exceed, of any request or of one with such a prompt."""
+    protected = config.protected_with(prompt_length)
+    if budget < protected:
         newest = "grace" if config.grace > config.recent else "recent"
+        first, tokens = (
+            ("protect_prefix", config.head) if config.protect_prefix > config.sinks else ("sinks", config.sinks)
+        )
+        if config.protect_prompt and prompt_length > config.head:
+            first, tokens = "the protected prompt", prompt_length
         raise ValueError(
-            f"option 'budget' = {budget} is below sinks + {newest} + interval = {config.sinks} + "
-            f"{getattr(config, newest)} + {config.interval} = {config.protected}, raise the budget or protect fewer "
-            "tokens"
+            f"option 'budget' = {budget} is below {first} + {newest} + interval = {tokens} + "
+            f"{getattr(config, newest)} + {config.interval} = {protected}, raise the budget or protect fewer tokens"
         )

@@ -31,9 +31,12 @@ def check_conservation(before: Mapping[str, tuple[int, ...]], table: TokenTable)
 
 
 def check_mapping(table: TokenTable) -> None:
-    """I2: every live token has one slot, every slot at most one live token, and the counts agree with both."""
+    """I2: every live token has one slot, every slot at most one live token, and the counts agree with both.
+
+    Requests may share a block that none of them writes any more, with the same token in each slot.
+    """
     size = table.block_size
-    owner_of_block: dict[int, str] = {}
+    holders_of_block: dict[int, list[tuple[str, int, int]]] = {}
     for req_id in table.req_ids:
         row = int(table.rows([req_id])[0])
         length, held = int(table.length[row]), int(table.num_blocks[row])
@@ -49,21 +52,39 @@ def check_mapping(table: TokenTable) -> None:
         counts = (logical[: held * size].reshape(held, size) != HOLE).sum(axis=1)
         _require(np.array_equal(counts, table.live_in_block[row, :held]), f"I2: request {req_id} miscounts a block")
         _require(not table.live_in_block[row, held:].any(), f"I2: request {req_id} counts tokens in a block it left")
-        for block in table.blocks[row, :held].tolist():
-            other = owner_of_block.setdefault(block, req_id)
-            _require(other == req_id, f"I2: block {block} is held by {other} and by {req_id}")
+        for column, block in enumerate(table.blocks[row, :held].tolist()):
+            holders_of_block.setdefault(block, []).append((req_id, row, column))
         _require(len(set(table.block_ids(req_id))) == held, f"I2: request {req_id} holds a block twice")
+        frozen = int(table.frozen_blocks(np.array([row]))[0])
+        _require(0 <= table.read_only[row] <= held, f"I2: request {req_id} keeps more blocks than it holds")
+        _require(frozen <= held, f"I2: request {req_id} has written more blocks than it holds")
+    for block, holders in holders_of_block.items():
+        if len(holders) > 1:
+            _check_shared(table, block, holders)
+
+
+def _check_shared(table: TokenTable, block: int, holders: list[tuple[str, int, int]]) -> None:
+    names = " and by ".join(req_id for req_id, _, _ in holders)
+    seen = np.full(table.block_size, HOLE)
+    for _, row, column in holders:
+        frozen = int(table.frozen_blocks(np.array([row]))[0])
+        _require(column < frozen, f"I2: block {block} is held by {names}, and one of them may write into it")
+        tokens = table.logical_at[row, column * table.block_size : (column + 1) * table.block_size]
+        both = (seen != HOLE) & (tokens != HOLE)
+        _require(np.array_equal(seen[both], tokens[both]), f"I2: block {block} is held by {names} for different tokens")
+        seen = np.where(tokens != HOLE, tokens, seen)
 
 
 def check_dense(table: TokenTable, rows: Ints) -> None:
-    """At a forward, n attended tokens fill exactly the first ceil(n / S) blocks, without a hole."""
+    """At a forward, the n tokens behind read-only blocks fill exactly ceil(n / S) blocks, without a hole."""
     for row in rows.tolist():
-        n = int(table.num_live[row])
-        _require((table.logical_at[row, :n] != HOLE).all(), f"row {row} has a hole among its first {n} slots")
+        first = int(table.read_only[row]) * table.block_size
+        n = int((table.logical_at[row, first:] != HOLE).sum())
         _require(
-            table.num_blocks[row] == -(-n // table.block_size),
-            f"row {row} attends {n} tokens and holds {table.num_blocks[row]} blocks",
+            (table.logical_at[row, first : first + n] != HOLE).all(), f"row {row} has a hole among its first {n} slots"
         )
+        held = int(table.num_blocks[row] - table.read_only[row])
+        _require(held == -(-n // table.block_size), f"row {row} attends {n} tokens and holds {held} blocks")
 
 
 def check_plan(plan: Plan, table: TokenTable) -> None:
@@ -77,6 +98,7 @@ def check_plan(plan: Plan, table: TokenTable) -> None:
         _require(table.logical_at[row, destination] == HOLE, f"I4: row {row} overwrites position {destination}")
         _require(destination < keep[row] * table.block_size, f"I4: row {row} moves into a block that it gives up")
         _require(destination < source, f"I4: row {row} moves a token away from the front")
+        _require(destination >= table.read_only[row] * table.block_size, f"I4: row {row} writes into a read-only block")
         _require(not {(row, source), (row, destination)} & moved, f"I4: row {row} names a position twice")
         moved |= {(row, source), (row, destination)}
     for row, blocks in keep.items():

@@ -5,7 +5,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from vtoken.config import RequestOptions, VTokenConfig
+from vtoken.config import RequestOptions, VTokenConfig, check_budget_floor
 from vtoken.core.cadence import Cadence
 from vtoken.core.ragged import Ints
 
@@ -14,24 +14,33 @@ def resolve_budget(config: VTokenConfig, options: RequestOptions, num_prompt_tok
     """The request's budget in tokens, fixed at its first admission.
 
     A share is taken of the original prompt and rounded up; it is never below what must be protected anyway.
+
+    Raises:
+        ValueError: one clause, for a count of tokens that such a prompt's protected tokens exceed.
     """
     budget = config.budget if options.budget is None else options.budget
     if isinstance(budget, int):
+        check_budget_floor(budget, config, num_prompt_tokens)
         return budget
     # A product such as 0.1 * 30 may end up a rounding error above the integer that was meant.
-    return max(math.ceil(round(budget * num_prompt_tokens, 9)), config.protected)
+    return max(math.ceil(round(budget * num_prompt_tokens, 9)), config.protected_with(num_prompt_tokens))
 
 
-def cadence_of(config: VTokenConfig, prompt_queries: int = 0, decode_queries: bool = False) -> Cadence:
+def cadence_of(
+    config: VTokenConfig, prompt_queries: int = 0, decode_queries: bool = False, own_queries: int = 1
+) -> Cadence:
     """The rhythm that the settings ask for, with the queries that a policy wants observed."""
     return Cadence(
         interval=config.interval,
         chunk=config.prefill_chunk if config.prefill_evict == "chunked" else 0,
+        head=config.head,
+        protect_prompt=config.protect_prompt,
         recent=config.recent,
         grace=config.grace,
         prompt_queries=prompt_queries,
         decode_queries=decode_queries,
         score_interval=config.score_interval,
+        own_queries=own_queries,
     )
 
 
@@ -39,6 +48,8 @@ def longest_request(config: VTokenConfig, max_length: int) -> int:
     """The most slots that a request of this length ever takes under the engine's own budget."""
     if config.reclaim != "fill":  # a budget bounds what is attended, not the holes
         return max_length
+    if config.protect_prompt:  # a prompt that leaves no room for anything else within a count of tokens is refused
+        return min(config.budget, max_length) if isinstance(config.budget, int) else max_length
     budget = resolve_budget(config, RequestOptions(), max_length)
     return max_length if budget >= max_length else cadence_of(config).peak_length(max_length, budget)
 

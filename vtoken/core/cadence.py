@@ -19,24 +19,41 @@ class Cadence:
     Attributes:
         interval: tokens between two evictions of a request that decodes.
         chunk: tokens between two evictions of a prompt; 0 to reduce it only once it is whole.
+        head: leading tokens that are never evicted; the whole prompt with ``protect_prompt``.
         recent, grace: newest tokens that are never evicted; of the generated ones, if that is more.
         prompt_queries: how many of the last queries before a prompt is reduced are observed.
         decode_queries, score_interval: whether queries of decode steps are, and every how many.
+        own_queries: how many of the last queries before a prompt is reduced the request has to compute itself.
     """
 
     interval: int = 1
     chunk: int = 0
+    head: int = 0
+    protect_prompt: bool = False
     recent: int = 0
     grace: int = 0
     prompt_queries: int = 0
     decode_queries: bool = False
     score_interval: int = 1
+    own_queries: int = 1
 
-    def next_reduction(self, position: Ints | int, prefill_end: Ints | int) -> Ints:
-        """Where the part of a prompt that holds the token before ``position`` ends and is reduced; ``position`` > 0."""
+    def next_reduction(self, position: Ints | int, prefill_end: Ints | int, budget: Ints | int) -> Ints:
+        """Where the part of a prompt that holds the token before ``position`` ends and is reduced; ``position`` > 0.
+
+        As long as nothing has to go, nothing ends: the first part is the longest one that the budget lets stand.
+        """
         if not self.chunk:
             return np.asarray(prefill_end)
-        return np.minimum(prefill_end, -(-np.asarray(position) // self.chunk) * self.chunk)
+        end = np.maximum(-(-np.asarray(position) // self.chunk), (np.asarray(budget) - self.interval) // self.chunk + 1)
+        return np.minimum(prefill_end, end * self.chunk)
+
+    def longest_hit(self, prefill_end: int, budget: int) -> int:
+        """The most leading tokens that a request with a budget may take from the prefix cache.
+
+        Up to where its prompt is reduced for the first time, so that the result does not depend on what is cached, and
+        without the queries that its policy has to look at.
+        """
+        return max(int(self.next_reduction(1, prefill_end, budget)) - self.own_queries, 0)
 
     def peak_length(self, tokens: int, budget: int) -> int:
         """The most tokens that a request with a budget ever attends if its prefill has this many."""
@@ -50,6 +67,7 @@ class Cadence:
         new_tokens: Ints,
         prefill_end: Ints,
         prompt_length: Ints,
+        budget: Ints,
         decodes: NDArray[np.bool_],
     ) -> Ints:
         """The first of a forward's new tokens whose query is observed, ``new_tokens`` if none is; shape [R].
@@ -59,13 +77,19 @@ class Cadence:
             new_tokens: tokens that the forward computes.
             prefill_end: tokens of the prefill.
             prompt_length: tokens of the original prompt.
+            budget: tokens.
             decodes: the forward is a decode step.
         """
         start = logical_length - new_tokens
-        first = self.next_reduction(logical_length, prefill_end) - self.prompt_queries
+        first = self.next_reduction(logical_length, prefill_end, budget) - self.prompt_queries
         in_prompt = np.clip(first - start, 0, new_tokens)
         looks = self.decode_queries and ((logical_length - prompt_length) % self.score_interval == 0)
         return np.where(decodes, np.where(looks, 0, new_tokens), in_prompt)
+
+    def protected_head(self, prompt_length: Ints) -> Ints:
+        """Leading tokens that no eviction may take, shape [R]."""
+        whole = prompt_length if self.protect_prompt else np.zeros_like(prompt_length)
+        return np.maximum(self.head, whole)
 
     def protected_tail(self, logical_length: Ints, prefill_end: Ints) -> Ints:
         """Newest tokens that no eviction may take, shape [R]."""

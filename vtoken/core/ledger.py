@@ -2,9 +2,11 @@
 
 The budget fixes how many tokens die. `fill` always keeps a request's first blocks, so there the length and the blocks
 after a step are known when the step is scheduled, and no report from the worker is needed to free a block. Where new
-tokens are appended, which blocks become free depends on which tokens died: the worker reports them.
+tokens are appended, and behind read-only blocks that a request keeps, that depends on which tokens died: the worker
+reports it.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +21,7 @@ _COLUMNS = (
     "length",
     "returned",
     "blocks",
+    "read_only",
     "epoch",
     "prefilling",
     "prefill_end",
@@ -33,10 +36,10 @@ class StepCounts:
     """One step, per scheduled request, shape [R] each.
 
     ``length`` and ``epoch`` are those before the forward, ``num_blocks`` the blocks at the forward; ``evict``
-    tokens die after it, none of them among the newest ``protect``; ``keep_blocks`` blocks stay, and the forward after
-    that computes ``next_tokens`` tokens that may recycle holes. The queries of the new tokens from ``observe_from`` on
-    are observed; ``decodes`` says that the forward is a decode step, ``ends_part`` that it is the last one before a
-    prompt is reduced.
+    tokens die after it, none of them among the first ``head`` or the newest ``protect``; ``keep_blocks`` blocks stay
+    (all of them, where it is for the worker to say which), and the forward after that computes ``next_tokens`` tokens
+    that may recycle holes. The queries of the new tokens from ``observe_from`` on are observed; ``decodes`` says that
+    the forward is a decode step, ``ends_part`` that it is the last one before a prompt is reduced.
     """
 
     new_tokens: Ints
@@ -46,6 +49,7 @@ class StepCounts:
     evict: Ints
     keep_blocks: Ints
     next_tokens: Ints
+    head: Ints
     protect: Ints
     observe_from: Ints
     decodes: NDArray[np.bool_]
@@ -70,6 +74,7 @@ class LengthLedger:
         self.prefilling = np.zeros(requests, dtype=np.bool_)
         self.prefill_end = np.zeros(requests, dtype=np.int64)
         self.blocks = np.zeros(requests, dtype=np.int64)
+        self.read_only = np.zeros(requests, dtype=np.int64)
         self.epoch = np.zeros(requests, dtype=np.int64)
         self.budget = np.zeros(requests, dtype=np.int64)
         self.prompt_length = np.zeros(requests, dtype=np.int64)
@@ -97,7 +102,8 @@ class LengthLedger:
     def reset(self, req_id: str) -> None:
         """The request lost its cache (preemption) and keeps its limits."""
         row = self._row_of[req_id]
-        self.length[row] = self.returned[row] = self.blocks[row] = self.epoch[row] = self.peak_blocks[row] = 0
+        for column in (self.length, self.returned, self.blocks, self.read_only, self.epoch, self.peak_blocks):
+            column[row] = 0
         self.prefilling[row] = True
 
     def close(self, req_id: str) -> None:
@@ -118,25 +124,48 @@ class LengthLedger:
         """How many slots the request's first ``logical_length`` tokens take, holes included."""
         return logical_length - int(self.returned[self._row_of[req_id]])
 
-    def give_back(self, req_id: str, blocks: int) -> None:
-        """So many of the request's blocks, on balance, have been emptied and left it."""
-        row = self._row_of[req_id]
-        self.blocks[row] -= blocks
-        self.returned[row] += blocks * self.block_size
+    def is_whole(self, req_id: str) -> bool:
+        """No token of the request has been evicted since it lies in the cache."""
+        return bool(self.epoch[self._row_of[req_id]] == 0)
+
+    def longest_hit(self, req_id: str, tokens: int) -> int:
+        """The most tokens of a prefill of this many that the request may take from the prefix cache."""
+        budget = int(self.budget[self._row_of[req_id]])
+        return self.cadence.longest_hit(tokens, budget) if budget else tokens
 
     def hold_blocks(self, req_id: str, blocks: int) -> None:
         """The request now holds this many blocks."""
         self.blocks[self._row_of[req_id]] = blocks
 
-    def expect_prefill(self, req_id: str, tokens: int) -> int:
-        """The request is about to compute a prefill of this many tokens before it can be reduced.
+    def read_only_blocks(self, req_ids: Sequence[str]) -> Ints:
+        """Leading blocks that each request keeps as they are, shape [R]."""
+        return self.read_only[[self._row_of[req_id] for req_id in req_ids]]
+
+    def keep_read_only(self, req_id: str, blocks: int) -> None:
+        """Of the blocks that the request holds, the first so many stay as they are, beside what it may grow to."""
+        row = self._row_of[req_id]
+        self.read_only[row] = blocks
+        self.peak_blocks[row] = self._grown(blocks, int(self.budget[row]))
+
+    def follow(self, returned: Mapping[str, int]) -> None:
+        """By how much these requests' positions are fewer than the tokens of their sequences."""
+        rows = [self._row_of[req_id] for req_id in returned]
+        self.returned[rows] = list(returned.values())
+
+    def expect_prefill(self, req_id: str, tokens: int, shared: int = 0) -> int:
+        """The request is about to have a prefill of this many tokens before it can be reduced.
+
+        Args:
+            shared: leading blocks of it that others hold already.
 
         Returns:
             the most blocks that it will ever hold; 0 if nobody can know, for want of a budget or because of holes.
         """
         row = self._row_of[req_id]
-        if self.budget[row] and self.dense:
-            self.peak_blocks[row] = self._blocks_for(self.cadence.peak_length(tokens, int(self.budget[row])))
+        budget = int(self.budget[row])
+        if budget and self.dense:
+            peak = self._blocks_for(self.cadence.peak_length(tokens, budget))
+            self.peak_blocks[row] = max(peak, self._grown(shared, budget)) if shared else peak
         return int(self.peak_blocks[row])
 
     def most_blocks(self, req_id: str, final_length: int) -> int:
@@ -174,13 +203,15 @@ class LengthLedger:
                 that it has to compute before it decodes.
         """
         rows = np.array([self._row_of[req_id] for req_id in req_ids], dtype=np.int64)
-        length, epoch = self.length[rows], self.epoch[rows]
+        epoch = self.epoch[rows]
+        # Whoever is whole may have begun with tokens from the prefix cache, which no step computed.
+        length = np.where(epoch == 0, logical_length - new_tokens, self.length[rows])
         attended = length + new_tokens
         num_blocks = self._blocks_for(logical_length - self.returned[rows])
         decodes, budget = ~self.prefilling[rows], self.budget[rows]
         prefill_end = self.prefill_end[rows] = np.where(decodes, self.prefill_end[rows], known_length)
         ends_prefill = ~decodes & (logical_length >= known_length)
-        ends_part = ~decodes & (logical_length == self.cadence.next_reduction(logical_length, prefill_end))
+        ends_part = ~decodes & (logical_length == self.cadence.next_reduction(logical_length, prefill_end, budget))
         evict = eviction_counts(
             attended,
             logical_length,
@@ -193,19 +224,20 @@ class LengthLedger:
         reduced = evict > 0
         # A forward that decodes computes one token: its slot is kept, so that steady decoding allocates nothing.
         next_tokens = (reduced & (decodes | ends_prefill)).astype(np.int64)
-        keep_blocks = num_blocks
+        keep_blocks = num_blocks.copy()
         if self.dense:
-            keep_blocks = np.where(reduced, self._blocks_for(attended - evict + next_tokens), num_blocks)
-            self.returned[rows] += evict
+            known = self.read_only[rows] == 0
+            keep_blocks[known & reduced] = self._blocks_for(attended - evict + next_tokens)[known & reduced]
+            self.returned[rows] += np.where(known, evict, 0)
         observe_from = self.cadence.observed_from(
-            logical_length, new_tokens, prefill_end, self.prompt_length[rows], decodes
+            logical_length, new_tokens, prefill_end, self.prompt_length[rows], budget, decodes
         )
         self.length[rows] = attended - evict
         self.epoch[rows] = epoch + reduced
         self.blocks[rows] = keep_blocks
         self.prefilling[rows] = ~(decodes | ends_prefill)
         full_grown = rows[ends_prefill & (budget > 0) & self.dense]
-        self.peak_blocks[full_grown] = self._blocks_for(self.budget[full_grown])
+        self.peak_blocks[full_grown] = self.read_only[full_grown] + self._blocks_for(self.budget[full_grown])
         return StepCounts(
             new_tokens,
             length,
@@ -214,11 +246,36 @@ class LengthLedger:
             evict,
             keep_blocks,
             next_tokens,
+            head=self.cadence.protected_head(self.prompt_length[rows]),
             protect=self.cadence.protected_tail(logical_length, prefill_end),
             observe_from=np.where(budget > 0, observe_from, new_tokens),
             decodes=decodes,
             ends_part=ends_part,
         )
+
+    def share(self, req_id: str, counts: StepCounts, index: int, blocks: int) -> None:
+        """A request that this step reduces keeps read-only blocks, so that only the worker knows what else it keeps."""
+        row = self._row_of[req_id]
+        self.returned[row] -= counts.evict[index]
+        self.blocks[row] = counts.keep_blocks[index] = counts.num_blocks[index]
+        self.keep_read_only(req_id, blocks)
+
+    def unshare(self, req_id: str, counts: StepCounts, index: int, logical_length: int) -> None:
+        """A request that decodes in this step leaves its read-only blocks after it, and is dense again."""
+        row = self._row_of[req_id]
+        self.returned[row] = logical_length - self.length[row]
+        counts.next_tokens[index] = 1
+        self.blocks[row] = counts.keep_blocks[index] = self.dense_blocks(req_id)
+        self.keep_read_only(req_id, 0)
+
+    def dense_blocks(self, req_id: str) -> int:
+        """Blocks that a request without holes takes when it decodes its next token."""
+        return int(self._blocks_for(self.length[self._row_of[req_id]] + 1))
+
+    def _grown(self, shared: int, budget: int) -> int:
+        """Blocks of a request that has been reduced, beside so many that it shares, at its peak."""
+        tokens = budget - self.cadence.interval + self.cadence.chunk if self.cadence.chunk else budget
+        return shared + int(self._blocks_for(max(tokens, budget)))
 
     def _blocks_for(self, tokens: Any) -> Any:
         return -(-tokens // self.block_size)

@@ -13,12 +13,14 @@ from vtoken.core.token_table import HOLE, Moves
 class Snapshot:
     """What the planner may look at: the requests concerned, as they are between two forwards.
 
-    Shapes: ``rows`` [R], ``logical_at`` [R, W] (token per physical position, -1 for a hole), ``num_live`` [R].
+    Shapes: ``rows`` [R], ``logical_at`` [R, W] (token per physical position, -1 for a hole), ``start`` [R], the first
+    position that may be written, ``end`` [R], one past the last token once all holes from there on are filled.
     """
 
     rows: Ints
     logical_at: NDArray[np.int32]
-    num_live: Ints
+    start: Ints
+    end: Ints
 
 
 @dataclass(frozen=True)
@@ -35,17 +37,18 @@ def plan_fill(snapshot: Snapshot, next_tokens: Ints, block_size: int) -> Plan:
 
     With L live tokens and one token to come, positions 0 ... L are to be full at the next forward. Every live
     token that lies beyond moves into the lowest hole that is left; one hole among the first L + 1 stays for the
-    new token. E evicted tokens cause at most E - 1 moves, and one eviction per step causes none at all.
+    new token. E evicted tokens cause at most E - 1 moves, and one eviction per step causes none at all. Read-only
+    blocks at the front are left as they are, holes and all: then L counts the tokens behind them, and so do positions.
 
     Args:
         next_tokens: shape [R], 1 if the next forward computes a single token and may recycle a hole, else 0:
             then all holes are filled, and the tokens of the next forward are appended.
         block_size: slots per block.
     """
-    extent = snapshot.num_live + next_tokens
+    extent = snapshot.end + next_tokens
     width = snapshot.logical_at.shape[1]
     columns = np.arange(width)
-    holes = (snapshot.logical_at == HOLE) & (columns < extent[:, None])
+    holes = (snapshot.logical_at == HOLE) & (columns < extent[:, None]) & (columns >= snapshot.start[:, None])
     stragglers = (snapshot.logical_at != HOLE) & (columns >= extent[:, None])
     moving = stragglers.sum(axis=1)
 

@@ -1,7 +1,7 @@
 """Turning the holes that evictions leave into free blocks, on the worker: what to move, and what to give back."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,6 +22,19 @@ class BlockChange:
 
 
 @dataclass(frozen=True)
+class CopyOut:
+    """A request is to leave the last of its read-only blocks: its own copy of their live tokens will do.
+
+    Attributes:
+        keep: leading blocks that stay, read-only as they are; all of them, if there is nothing to leave.
+        blocks: empty blocks that may be taken for the copy; if they do not suffice, nothing happens.
+    """
+
+    keep: int
+    blocks: list[int]
+
+
+@dataclass(frozen=True)
 class Reclaimed:
     """What has been written into the table, and what must be copied before a forward reads the cache again.
 
@@ -31,6 +44,8 @@ class Reclaimed:
         moved: live tokens among the M; the others pad a block that they do not fill.
         packed: blocks that packing has emptied, less those that it took.
         changes: by row, where the scheduler cannot know them.
+        reported: requests whose positions the scheduler cannot know, [Q].
+        returned: by how much these are fewer than the tokens of its sequence, [Q].
     """
 
     rows: Ints = field(default_factory=lambda: NOTHING)
@@ -39,6 +54,8 @@ class Reclaimed:
     moved: int = 0
     packed: int = 0
     changes: dict[int, BlockChange] = field(default_factory=dict)
+    reported: Ints = field(default_factory=lambda: NOTHING)
+    returned: Ints = field(default_factory=lambda: NOTHING)
 
 
 class Reclamation(ABC):
@@ -53,46 +70,79 @@ class Reclamation(ABC):
 
     @abstractmethod
     def reclaim(
-        self, rows: Ints, evicted: Ints, next_tokens: Ints, granted: Sequence[int] = (), spare: Ints = NOTHING
+        self,
+        rows: Ints,
+        evicted: Ints,
+        next_tokens: Ints,
+        granted: Sequence[int] = (),
+        spare: Ints = NOTHING,
+        copy_outs: Mapping[int, CopyOut] | None = None,
     ) -> Reclaimed:
         """Between two forwards: plan, and write the plan into the table.
 
         Args:
-            rows: requests that have just forgotten tokens, [R].
-            evicted: how many each, [R].
+            rows: requests that have just forgotten tokens, or leave read-only blocks, [R].
+            evicted: how many tokens each has forgotten, [R].
             next_tokens: 1 if the next forward of the request computes a single token and may recycle a hole, [R].
-            granted: empty blocks that may be taken.
+            granted: empty blocks that may be taken by whoever can be packed.
             spare: requests of which nothing may be moved, since they are about to end with an error.
+            copy_outs: by row, for the requests that are to leave read-only blocks.
         """
 
 
 class FillReclamation(Reclamation):
     """``reclaim="fill"``: keep every request dense by moving its last tokens into its own holes.
 
-    What each request keeps, its first blocks, follows from the counts alone, so the scheduler knows it.
+    What each request keeps, its first blocks, follows from the counts alone, so the scheduler knows it. Not so for
+    requests that keep read-only blocks: nobody fills the holes there, and which tokens died there is for us to say.
     """
 
     def reclaim(
-        self, rows: Ints, evicted: Ints, next_tokens: Ints, granted: Sequence[int] = (), spare: Ints = NOTHING
+        self,
+        rows: Ints,
+        evicted: Ints,
+        next_tokens: Ints,
+        granted: Sequence[int] = (),
+        spare: Ints = NOTHING,
+        copy_outs: Mapping[int, CopyOut] | None = None,
     ) -> Reclaimed:
-        if not (evicted > next_tokens).any():  # recycling alone keeps everyone dense
+        table = self._table
+        moving = evicted > next_tokens
+        before: dict[int, list[int]] = {}
+        for row, copy in (copy_outs or {}).items():
+            place = int(np.flatnonzero(rows == row)[0])
+            blocks = table.blocks[row, : table.num_blocks[row]].tolist()
+            if self._leave(row, copy, int(next_tokens[place])):
+                moving[place], before[row] = True, blocks[copy.keep :] + blocks[: copy.keep]
+        reported = rows[table.read_only[rows] > 0]
+        if not moving.any() and not len(reported):  # recycling alone keeps everyone dense
             return Reclaimed()
-        table, plan = self._table, self.plan(rows, evicted, next_tokens)
+        plan = self.plan(rows[moving], next_tokens[moving])
         moves = plan.moves
         sources, destinations = table.slots(moves.rows, moves.sources), table.slots(moves.rows, moves.destinations)
-        held = table.num_blocks[plan.rows]
+        shrinking = plan.rows[plan.keep_blocks < table.num_blocks[plan.rows]]
+        owner, column = _empty_blocks(table, reported, table.read_only[reported])
+        for row in np.union1d(np.intersect1d(shrinking, reported), owner).tolist():
+            before.setdefault(row, table.blocks[row, : table.num_blocks[row]].tolist())
         self.commit(plan)
-        return Reclaimed(plan.rows[plan.keep_blocks < held], sources, destinations, len(moves))
+        table.remove_blocks(owner, column)
+        changes = {row: self._change(row, before[row]) for row in before.keys() & set(reported.tolist())}
+        return Reclaimed(
+            np.union1d(shrinking, np.array(list(before), dtype=np.int64)),
+            sources,
+            destinations,
+            len(moves),
+            changes=changes,
+            reported=reported,
+            returned=table.length[reported] - table.dense_end(reported),
+        )
 
-    def plan(self, rows: Ints, evicted: Ints, next_tokens: Ints) -> Plan:
-        """Plan for requests that have just forgotten ``evicted`` tokens each; shapes [R].
-
-        A request that forgot one token and computes one next needs no move and is not looked at.
-        """
+    def plan(self, rows: Ints, next_tokens: Ints) -> Plan:
+        """Plan for requests that forgot more tokens than their next forward recycles holes; shapes [R]."""
         table = self._table
-        rows, next_tokens = rows[evicted > next_tokens], next_tokens[evicted > next_tokens]
         width = int(table.num_blocks[rows].max(initial=0)) * table.block_size
-        snapshot = Snapshot(rows, table.logical_at[rows, :width], table.num_live[rows])
+        start = table.read_only[rows] * table.block_size
+        snapshot = Snapshot(rows, table.logical_at[rows, :width], start, table.dense_end(rows))
         return plan_fill(snapshot, next_tokens, table.block_size)
 
     def commit(self, plan: Plan) -> None:
@@ -100,23 +150,47 @@ class FillReclamation(Reclamation):
         self._table.apply_moves(plan.moves)
         self._table.release_blocks(plan.rows, np.minimum(plan.keep_blocks, self._table.num_blocks[plan.rows]))
 
+    def _leave(self, row: int, copy: CopyOut, next_token: int) -> bool:
+        """Put the blocks to be left last and as many empty ones first as it takes: filling holes does the rest."""
+        table, read_only = self._table, int(self._table.read_only[row])
+        if copy.keep == read_only:  # what was read-only before has become writable: its holes can be filled
+            return True
+        table.keep_read_only(row, copy.keep)
+        tokens = int(table.dense_end(np.array([row]))[0]) - copy.keep * table.block_size + next_token
+        writable = int(table.num_blocks[row]) - read_only
+        taken = max(-(-tokens // table.block_size) - writable, 0)
+        if taken > len(copy.blocks):
+            table.keep_read_only(row, read_only)
+            return False
+        table.move_last(row, copy.keep, read_only)
+        table.insert_blocks(row, copy.keep, copy.blocks[:taken])
+        return True
+
+    def _change(self, row: int, before: list[int]) -> BlockChange:
+        after = self._table.blocks[row, : self._table.num_blocks[row]].tolist()
+        stayed, held = set(after), set(before)
+        return BlockChange(
+            [block for block in before if block not in stayed], [block for block in after if block not in held]
+        )
+
 
 class NaiveReclamation(Reclamation):
     """``reclaim="none"``: a block goes when its last live token is dead; nothing is ever moved."""
 
     def reclaim(
-        self, rows: Ints, evicted: Ints, next_tokens: Ints, granted: Sequence[int] = (), spare: Ints = NOTHING
+        self,
+        rows: Ints,
+        evicted: Ints,
+        next_tokens: Ints,
+        granted: Sequence[int] = (),
+        spare: Ints = NOTHING,
+        copy_outs: Mapping[int, CopyOut] | None = None,
     ) -> Reclaimed:
-        changes = self._free_empty(rows)
-        return Reclaimed(np.array(list(changes), dtype=np.int64), changes=changes)
+        return self._reclaimed(self._free_empty(rows))
 
     def _free_empty(self, rows: Ints) -> dict[int, BlockChange]:
         table = self._table
-        full = table.end[rows] // table.block_size
-        width = int(full.max(initial=0))
-        empty = (table.live_in_block[rows, :width] == 0) & (np.arange(width) < full[:, None])
-        request, column = np.nonzero(empty)
-        owner = rows[request]
+        owner, column = _empty_blocks(table, rows, table.end[rows] // table.block_size)
         freed = table.blocks[owner, column].tolist()
         table.remove_blocks(owner, column)
         changes: dict[int, BlockChange] = {}
@@ -124,9 +198,23 @@ class NaiveReclamation(Reclamation):
             changes.setdefault(row, BlockChange([])).freed.append(block)
         return changes
 
+    def _reclaimed(
+        self,
+        changes: dict[int, BlockChange],
+        sources: Ints = NOTHING,
+        destinations: Ints = NOTHING,
+        moved: int = 0,
+        packed: int = 0,
+    ) -> Reclaimed:
+        table, rows = self._table, np.array(list(changes), dtype=np.int64)
+        returned = table.length[rows] - table.end[rows]
+        return Reclaimed(rows, sources, destinations, moved, packed, changes, rows, returned)
+
 
 class PackReclamation(NaiveReclamation):
     """``reclaim="pack"``: copy the live tokens of sparse blocks into granted ones, out of place (arXiv 2608.13263).
+
+    Blocks that more than one request holds are left alone: to copy them for one of them would free nothing.
 
     Args:
         table: of the worker.
@@ -138,7 +226,13 @@ class PackReclamation(NaiveReclamation):
         self._most_sources = most_sources
 
     def reclaim(
-        self, rows: Ints, evicted: Ints, next_tokens: Ints, granted: Sequence[int] = (), spare: Ints = NOTHING
+        self,
+        rows: Ints,
+        evicted: Ints,
+        next_tokens: Ints,
+        granted: Sequence[int] = (),
+        spare: Ints = NOTHING,
+        copy_outs: Mapping[int, CopyOut] | None = None,
     ) -> Reclaimed:
         changes = self._free_empty(rows)
         sources, destinations, moved, packed = [NOTHING], [NOTHING], 0, 0
@@ -153,16 +247,23 @@ class PackReclamation(NaiveReclamation):
             destinations += [destination, destination[-1:] + np.arange(1, pad + 1)]
             already = changes.get(packing.row, BlockChange([])).freed
             changes[packing.row] = BlockChange(change.freed + already, change.adopted)
-        changed = np.array(list(changes), dtype=np.int64)
-        return Reclaimed(changed, np.concatenate(sources), np.concatenate(destinations), moved, packed, changes)
+        return self._reclaimed(changes, np.concatenate(sources), np.concatenate(destinations), moved, packed)
 
     def _packings(self, most_destinations: int, spare: Ints) -> list[Packing]:
         table = self._table
-        rows = np.setdiff1d(table.rows(table.req_ids), spare) if most_destinations else NOTHING
+        if not most_destinations:
+            return []
+        rows = table.rows(table.req_ids)
         full = table.end[rows] // table.block_size
         width = int(full.max(initial=0))
+        live = table.live_in_block[rows, :width]
+        held = np.arange(width) < full[:, None]
+        blocks, holders = np.unique(table.blocks[rows, :width][held], return_counts=True)
+        shared = held & np.isin(table.blocks[rows, :width], blocks[holders > 1])
+        chosen = ~np.isin(rows, spare)
+        live = np.where(shared, table.block_size, live)[chosen]  # as good as full
         return choose_packings(
-            rows, table.live_in_block[rows, :width], full, self._most_sources, most_destinations, table.block_size
+            rows[chosen], live, full[chosen], self._most_sources, most_destinations, table.block_size
         )
 
     def _pack(self, packing: Packing, blocks: list[int]) -> tuple[Ints, Ints, BlockChange]:
@@ -177,3 +278,11 @@ class PackReclamation(NaiveReclamation):
         table.apply_moves(moves)
         table.remove_blocks(np.full_like(columns, row), columns)
         return sources, destinations, BlockChange(freed, blocks)
+
+
+def _empty_blocks(table: TokenTable, rows: Ints, blocks: Ints) -> tuple[Ints, Ints]:
+    """(row, column) of those among the first ``blocks`` [R] blocks of each request that have no live token."""
+    width = int(blocks.max(initial=0))
+    empty = (table.live_in_block[rows, :width] == 0) & (np.arange(width) < blocks[:, None])
+    request, column = np.nonzero(empty)
+    return rows[request], column

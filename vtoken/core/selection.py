@@ -12,7 +12,7 @@ def select_victims(
     live: Ints,
     length: Ints,
     counts: Ints,
-    sinks: int,
+    sinks: Ints | int,
     recent: Ints | int,
 ) -> Ints:
     """The logical ids to evict, request by request, shape [sum(counts)].
@@ -23,7 +23,7 @@ def select_victims(
         live: live tokens per request, shape [R]; the segments of the arrays above.
         length: logical length per request, shape [R].
         counts: how many tokens each request must forget, shape [R].
-        sinks: leading tokens that are never taken.
+        sinks: leading tokens that are never taken, one number or one per request.
         recent: newest tokens that are never taken, one number or one per request.
 
     Raises:
@@ -33,7 +33,7 @@ def select_victims(
     keep = np.asarray(priority, dtype=np.float64)
     if np.isnan(keep).any():
         raise ValueError("a policy must give every token a priority, NaN is none")
-    protected = (tokens < sinks) | (tokens >= (length - recent)[owner])
+    protected = (tokens < np.broadcast_to(sinks, live.shape)[owner]) | (tokens >= (length - recent)[owner])
     if (np.bincount(owner, weights=~protected, minlength=len(live)) < counts).any():
         raise ValueError("a request must forget more tokens than it has unprotected ones")
     if len(counts) and (counts == 1).all():

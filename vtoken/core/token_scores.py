@@ -19,7 +19,7 @@ def prompt_hash(prompt: Sequence[int] | None) -> int:
 
 
 class TokenScores:
-    """Three numbers per logical token and two per request, in the rows of a token table.
+    """Three numbers per logical token and three per request, in the rows of a token table.
 
     Indexed by logical id, so that neither an eviction nor a relocation has to touch them.
 
@@ -29,6 +29,7 @@ class TokenScores:
         pending: attention of a prompt's queries that the policy has not been shown yet, float32 [rows, tokens].
         pending_queries: how many these are, int64 [rows].
         prompt_hash: depends on the tokens of the request's prompt alone, int64 [rows].
+        first_query: position of the first query that the request computed itself, int64 [rows].
     """
 
     def __init__(self, table: TokenTable) -> None:
@@ -38,16 +39,17 @@ class TokenScores:
         self.pending = np.zeros((0, 0), dtype=np.float32)
         self.pending_queries = np.zeros(0, dtype=np.int64)
         self.prompt_hash = np.zeros(0, dtype=np.int64)
+        self.first_query = np.zeros(0, dtype=np.int64)
 
-    def start(self, row: int, prompt_hash: int) -> None:
+    def start(self, row: int, prompt_hash: int, first_query: int) -> None:
         """A request has taken this row."""
         rows = self._table.logical_at.shape[0]
         if len(self.prompt_hash) != rows:
-            self.pending_queries, self.prompt_hash = (
-                np.resize(a, rows) for a in (self.pending_queries, self.prompt_hash)
-            )
+            for name in ("pending_queries", "prompt_hash", "first_query"):
+                setattr(self, name, np.resize(getattr(self, name), rows))
         self.pending_queries[row] = 0
         self.prompt_hash[row] = prompt_hash
+        self.first_query[row] = first_query
 
     def follow(self, rows: Ints, tokens: Ints) -> None:
         """New tokens have been registered, shape [N] each: they start with nothing, in a table that may have grown."""

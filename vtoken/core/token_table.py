@@ -12,6 +12,9 @@ go (``release_blocks``, ``remove_blocks``), and so do requests. None of them loo
 
 New tokens either recycle holes or are appended. A table that recycles keeps its requests dense; in one that appends,
 holes stay where they are until all tokens of a block are dead or have moved.
+
+A request's first blocks may be read-only, because other requests or the prefix cache want them as they are. They may
+have holes, which nobody fills; a table that recycles keeps its requests dense behind them.
 """
 
 from collections.abc import Iterable
@@ -48,6 +51,7 @@ class TokenTable:
 
     Attributes:
         end: one past the last position that holds a token or a hole, at the forward under way; shape [rows].
+        read_only: leading blocks that must stay as they are, of requests that have lost tokens; shape [rows].
     """
 
     def __init__(self, block_size: int, *, recycling: bool = True, requests: int = 16, tokens: int = 1024) -> None:
@@ -62,6 +66,7 @@ class TokenTable:
         self.num_live = np.zeros(requests, dtype=np.int64)
         self.end = np.zeros(requests, dtype=np.int64)
         self.num_blocks = np.zeros(requests, dtype=np.int64)
+        self.read_only = np.zeros(requests, dtype=np.int64)
         self.epoch = np.zeros(requests, dtype=np.int64)
         self._row_of: dict[str, int] = {}
         self._req_id_in: dict[int, str] = {}
@@ -121,8 +126,21 @@ class TokenTable:
 
     # -- the mutators -----------------------------------------------------------------------------------------
 
-    def add_request(self, req_id: str) -> int:
-        """Give a request an empty row."""
+    def dense_end(self, rows: Ints) -> Ints:
+        """Where the tokens of each request end once the holes behind its read-only blocks are filled, shape [R]."""
+        kept, end = self.read_only[rows], self.num_live[rows]
+        if kept.any():
+            leading = np.arange(int(kept.max())) < kept[:, None]
+            end = end + kept * self.block_size - (self.live_in_block[rows, : leading.shape[1]] * leading).sum(axis=1)
+        return end
+
+    def frozen_blocks(self, rows: Ints) -> Ints:
+        """Leading blocks of each request into which nothing is written any more, so that others may hold them, [R]."""
+        recycles = self.recycling & (self.epoch[rows] > 0)
+        return np.where(recycles, self.read_only[rows], self.end[rows] // self.block_size)
+
+    def add_request(self, req_id: str, prefix: int = 0) -> int:
+        """Give a request a row, with the leading tokens that are there already: full blocks, adopted when it syncs."""
         if req_id in self._row_of:
             raise ValueError(f"request {req_id} already has a row")
         if not self._free_rows:
@@ -130,6 +148,11 @@ class TokenTable:
         row = self._free_rows.pop()
         self._row_of[req_id] = row
         self._req_id_in[row] = req_id
+        if prefix:
+            self._grow_columns(prefix, -(-prefix // self.block_size))
+            self.physical_of[row, :prefix] = self.logical_at[row, :prefix] = np.arange(prefix)
+            np.add.at(self.live_in_block[row], np.arange(prefix) // self.block_size, 1)
+            self.length[row] = self.num_live[row] = self.end[row] = prefix
         return row
 
     def sync_new_tokens(self, rows: Ints, block_table: NDArray[np.int32], num_blocks: Ints, counts: Ints) -> Ints:
@@ -145,9 +168,10 @@ class TokenTable:
             counts: new tokens per request, shape [R].
         """
         self._grow_columns(int((self.length[rows] + counts).max(initial=0)), int(num_blocks.max(initial=0)))
-        first = self.num_live[rows] if self.recycling else self.end[rows]
+        dense_end = self.dense_end(rows) if self.recycling else self.end[rows]
+        first = dense_end.copy()
         recycling = (counts == 1) & (self.epoch[rows] > 0) & self.recycling
-        first[recycling] = self._lowest_hole(rows[recycling])
+        first[recycling] = self._lowest_hole(rows[recycling], first[recycling])
         self._require_room(rows, first + counts, num_blocks, ~recycling)
         self._adopt_blocks(rows, block_table, num_blocks)
 
@@ -159,7 +183,7 @@ class TokenTable:
         np.add.at(self.live_in_block, (owner, positions // self.block_size), 1)
         self.length[rows] += counts
         self.num_live[rows] += counts
-        self.end[rows] = self.num_live[rows] if self.recycling else first + counts
+        self.end[rows] = dense_end + counts
         return self.slots(owner, positions)
 
     def evict_tokens(self, rows: Ints, tokens: Ints) -> None:
@@ -192,6 +216,8 @@ class TokenTable:
             raise ValueError("the source of a move must hold a live token, and be named once")
         if (self.logical_at[rows, destinations] != HOLE).any() or _has_duplicates(rows, destinations):
             raise ValueError("the destination of a move must be a hole, and be named once")
+        if (destinations < self.read_only[rows] * self.block_size).any():
+            raise ValueError("the destination of a move must not lie in a read-only block")
         self.logical_at[rows, sources] = HOLE
         self.logical_at[rows, destinations] = tokens
         self.physical_of[rows, tokens] = destinations
@@ -231,6 +257,20 @@ class TokenTable:
             gone = columns[rows == row]
             self._rearrange(row, np.delete(np.arange(self.num_blocks[row]), gone))
             self.end[row] -= len(gone) * self.block_size
+            self.read_only[row] -= np.count_nonzero(gone < self.read_only[row])
+
+    def keep_read_only(self, row: int, blocks: int) -> None:
+        """From now on these leading blocks of a request must stay as they are."""
+        if not 0 <= blocks <= self.num_blocks[row]:
+            raise ValueError("only blocks that a request holds can be read-only")
+        self.read_only[row] = blocks
+
+    def move_last(self, row: int, first: int, last: int) -> None:
+        """Let the blocks at columns ``first`` to ``last`` - 1 of a request change places with those behind them."""
+        columns = np.arange(self.num_blocks[row])
+        if not self.read_only[row] <= first <= last <= len(columns):
+            raise ValueError("only blocks behind the read-only ones of a request can change places")
+        self._rearrange(row, np.concatenate([columns[:first], columns[last:], columns[first:last]]))
 
     def drop_request(self, req_id: str) -> None:
         """Forget a request; unknown ids are ignored, since a request may end before its first forward."""
@@ -239,10 +279,11 @@ class TokenTable:
             return
         del self._req_id_in[row]
         self.physical_of[row, : self.length[row]] = DEAD
-        # Holes beyond the live tokens are unset already; what was live lies below the end of the held blocks.
-        self.logical_at[row, : self.num_blocks[row] * self.block_size] = HOLE
-        self.live_in_block[row, : self.num_blocks[row]] = 0
-        for column in (self.length, self.num_live, self.end, self.num_blocks, self.epoch):
+        # What was live lies in the blocks that are held, or in a prefix whose blocks were never adopted.
+        blocks = max(int(self.num_blocks[row]), -(-int(self.end[row]) // self.block_size))
+        self.logical_at[row, : blocks * self.block_size] = HOLE
+        self.live_in_block[row, :blocks] = 0
+        for column in (self.length, self.num_live, self.end, self.num_blocks, self.read_only, self.epoch):
             column[row] = 0
         self._free_rows.append(row)
 
@@ -272,12 +313,14 @@ class TokenTable:
             array[row, : len(order)][stays] = old[order[stays]]
         self.num_blocks[row] = len(order)
 
-    def _lowest_hole(self, rows: Ints) -> Ints:
-        """The lowest physical position without a live token: n live tokens leave one among the first n + 1."""
+    def _lowest_hole(self, rows: Ints, dense_end: Ints) -> Ints:
+        """The lowest position without a live token behind the read-only blocks: there is one up to the dense end."""
         if not len(rows):
             return np.empty(0, dtype=np.int64)
-        width = int(self.num_live[rows].max()) + 1
-        return np.argmax(self.logical_at[rows, :width] == HOLE, axis=1)
+        holes = self.logical_at[rows, : int(dense_end.max()) + 1] == HOLE
+        if self.read_only[rows].any():
+            holes &= np.arange(holes.shape[1]) >= self.read_only[rows, None] * self.block_size
+        return np.argmax(holes, axis=1)
 
     def _require_room(self, rows: Ints, end: Ints, num_blocks: Ints, appending: NDArray[np.bool_]) -> None:
         if (num_blocks < self.num_blocks[rows]).any():
@@ -287,7 +330,8 @@ class TokenTable:
         if not self.recycling:
             return
         for row in rows[appending & (self.epoch[rows] > 0)]:  # several tokens after an eviction: not in steady decode
-            if (self.logical_at[row, : self.num_live[row]] == HOLE).any():
+            private = slice(self.read_only[row] * self.block_size, self.dense_end(np.array([row]))[0])
+            if (self.logical_at[row, private] == HOLE).any():
                 raise ValueError("several tokens can only be appended to a request without holes")
 
     def _grow_rows(self) -> None:
@@ -301,6 +345,7 @@ class TokenTable:
             "num_live",
             "end",
             "num_blocks",
+            "read_only",
             "epoch",
         ):
             array = getattr(self, name)

@@ -22,11 +22,26 @@ engine to one of them, and a thread that it starts would inherit that and have t
 CopyMode = Literal["async", "inline", "force_sync"]
 
 
+class CopyFailed(Exception):
+    """Tokens may not have arrived; ``__cause__`` says why the first of them did not.
+
+    Attributes:
+        destinations: all slots of which that is so, int64 [M]. They may hold anything now.
+    """
+
+    def __init__(self, destinations: Ints) -> None:
+        super().__init__(f"tokens may not have arrived in slots {destinations}")
+        self.destinations = destinations
+
+
 class CopyEngine(ABC):
     """Copies of tokens, in the order in which they are launched.
 
-    One thread drives an engine. A copy that fails raises in the call that notices: `launch` where the copy is made
-    there, else the next `wait` or `finish`, once.
+    One thread drives an engine. A copy that fails raises ``CopyFailed`` in the call that notices: `launch` where the
+    copy is made there, else the next `wait` or `finish`, once for all that failed before. Copies behind it are made
+    all the same; those that read where a token has not arrived pass on what they find. What is no ``Exception``
+    (somebody wants the process to end) is raised as it is, and so is what a device says in its own time, which nobody
+    can tell from a fault of the forwards.
     """
 
     @abstractmethod
@@ -53,6 +68,14 @@ class CopyEngine(ABC):
         """Give back what the engine holds, after the copies launched so far. Nothing may be launched afterwards."""
 
 
+def make_copy(relocate: Relocate, sources: Ints, destinations: Ints) -> None:
+    """Relocate, or raise ``CopyFailed``."""
+    try:
+        relocate(sources, destinations)
+    except Exception as failure:
+        raise CopyFailed(destinations.copy()) from failure
+
+
 class InlineCopyEngine(CopyEngine):
     """Copies where it is told to: in `launch`, on the calling thread or on the device's current stream.
 
@@ -66,7 +89,7 @@ class InlineCopyEngine(CopyEngine):
 
     def launch(self, sources: Ints, destinations: Ints) -> None:
         if len(sources):
-            self._relocate(sources, destinations)
+            make_copy(self._relocate, sources, destinations)
 
     def wait(self) -> None:
         """Nothing to do: a thread, or a stream, does one thing after another."""

@@ -27,6 +27,9 @@ class Needs:
             The runtime then keeps one row of masses per query, so ``prompt_queries`` is limited.
         query_decay: in a sum over queries, the weight of a query relative to the one after it.
         key_norms: fill in ``PolicyBatch.key_norm``.
+        own_queries: how many of the last queries before the prompt is reduced a request computes itself, whatever the
+            prefix cache holds: attention that an earlier request has computed cannot be looked at. None for all of
+            ``prompt_queries``, so that a hit changes nothing that is observed, and with ``ALL`` there is none.
     """
 
     prompt_queries: int = 0
@@ -34,6 +37,7 @@ class Needs:
     each_query: bool = False
     query_decay: float = 1.0
     key_norms: bool = False
+    own_queries: int | None = None
 
     def __post_init__(self) -> None:
         if type(self.prompt_queries) is not int or self.prompt_queries < 0:
@@ -42,11 +46,25 @@ class Needs:
             raise ValueError(f"with each_query, prompt_queries must be at most {MOST_SINGLE_QUERIES}")
         if not 0 < self.query_decay <= 1:
             raise ValueError("query_decay must lie in (0, 1]")
+        if self.own_queries is None:
+            return
+        if type(self.own_queries) is not int or self.own_queries < 0:
+            raise ValueError("own_queries must be a count of queries, ALL, or None")
+        if self.own_queries < self.prompt_queries < ALL:
+            raise ValueError(
+                f"own_queries = {self.own_queries} must not be below prompt_queries = {self.prompt_queries}, "
+                "which are all observed"
+            )
 
     @property
     def attention(self) -> bool:
         """Whether attention has to be observed at all."""
         return self.prompt_queries > 0 or self.decode_queries
+
+    @property
+    def computed_queries(self) -> int:
+        """How many of the last queries before the prompt is reduced are never taken from the prefix cache."""
+        return self.prompt_queries if self.own_queries is None else self.own_queries
 
 
 @dataclass(frozen=True)
@@ -61,6 +79,8 @@ class PolicyBatch:
         prompt_hash: a number in [0, 2**31) that depends on the request's prompt tokens only, int64 [R].
         state: what ``observe`` last returned for each token, float32 [N]; 0 for a token not observed yet.
         key_norm: sum over layers and KV heads of the L2 norm of the token's key, float32 [N], if needed.
+        first_query: position of the first query that the request computed itself, int64 [R]; above 0 after a hit in
+            the prefix cache. The queries before it were an earlier request's, and nobody has looked at them.
     """
 
     xp: Any
@@ -70,6 +90,7 @@ class PolicyBatch:
     prompt_hash: Any
     state: Any
     key_norm: Any = None
+    first_query: Any = None
 
     def per_token(self, values: Any) -> Any:
         """One value per request, shape [R], repeated for each of its tokens, shape [N]."""

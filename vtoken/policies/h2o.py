@@ -11,10 +11,11 @@ from vtoken.policies.base import ALL, Needs, Observation, Policy, PolicyBatch
 class H2O(Policy):
     """Keep the tokens that received most attention, from every query of the prompt and of decoding.
 
-    With a_q(t) the probability that query q gives token t, summed over heads and layers, and n the length:
+    With a_q(t) the probability that query q gives token t, summed over heads and layers, n the length, and f the
+    first query that the request computed itself (0 unless its prompt begins with a hit in the prefix cache):
 
-        state(t)    = sum over q = t ... n - 1 of decay^(n-1-q) * a_q(t)
-        priority(t) = state(t) / sum over q = t ... n - 1 of decay^(n-1-q)      if average, else state(t)
+        state(t)    = sum over q = max(t, f) ... n - 1 of decay^(n-1-q) * a_q(t)
+        priority(t) = state(t) / sum over q = max(t, f) ... n - 1 of decay^(n-1-q)      if average, else state(t)
 
     The paper's score is the plain sum (``decay=1, average=False``). It grows with a token's age: after a long prompt
     no generated token ever catches up, so each one is evicted as it leaves ``recent`` and the cache freezes. The
@@ -23,13 +24,21 @@ class H2O(Policy):
     each head choose; ``decay`` below 1 forgets old attention; the recent half of the paper's cache is ``recent``.
     A mean over few queries is noisy, which ``recent`` also guards against.
 
+    After a hit the prefix's own queries are missing from the sums: an earlier request computed them, and their
+    attention is not kept. So a prompt may keep other tokens on a hit than on a miss. The last ``observation_window``
+    queries are always computed, and ``whole_prompt`` asks for all of them: equal choices, and no hits.
+
     Attributes:
         decay: weight of a query's attention relative to the next one's, in (0, 1].
         average: divide by the weights of the queries that could see the token.
+        whole_prompt: look at every query of the prompt, and take nothing from the prefix cache for that.
+        observation_window: last queries of the prompt that never come from it; the engine's option of that name.
     """
 
     decay: float = 1.0
     average: bool = True
+    whole_prompt: bool = False
+    observation_window: int = 32
 
     def __post_init__(self) -> None:
         if not 0 < self.decay <= 1:
@@ -37,7 +46,8 @@ class H2O(Policy):
 
     @property
     def needs(self) -> Needs:
-        return Needs(prompt_queries=ALL, decode_queries=True, query_decay=self.decay)
+        own = ALL if self.whole_prompt else self.observation_window
+        return Needs(prompt_queries=ALL, decode_queries=True, query_decay=self.decay, own_queries=own)
 
     def observe(self, seen: Observation) -> Any:
         return seen.per_token(self.decay**seen.queries) * seen.state + seen.mass
@@ -45,7 +55,7 @@ class H2O(Policy):
     def priority(self, batch: PolicyBatch) -> Any:
         if not self.average:
             return batch.state
-        queries = batch.per_token(batch.length) - batch.tokens
+        queries = batch.per_token(batch.length) - batch.xp.maximum(batch.tokens, batch.per_token(batch.first_query))
         if self.decay == 1:
             return batch.state / queries
         # (1 - decay^queries) / (1 - decay), which would lose all digits in float32 for a decay near 1.

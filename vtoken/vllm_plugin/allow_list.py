@@ -31,11 +31,6 @@ def _window(config: Any) -> Any:
 
 
 REFUSALS = (
-    Refusal(
-        "enable_prefix_caching=True",
-        "set enable_prefix_caching=False (--no-enable-prefix-caching)",
-        lambda c: c.cache_config.enable_prefix_caching,
-    ),
     Refusal("async_scheduling=True", "set async_scheduling=False", lambda c: c.scheduler_config.async_scheduling),
     Refusal(
         "vLLM's V2 model runner",

@@ -44,7 +44,7 @@ from vtoken.vllm_plugin.protocol import StepPlan, StepReport
 from vtoken.vllm_plugin.ranks import Ranks
 from vtoken.vllm_plugin.scheduler import EvictionScheduler, ScheduledStep
 from vtoken.vllm_plugin.scores import score_bytes
-from vtoken.vllm_plugin.worker import EvictionWorker
+from vtoken.vllm_plugin.worker import EvictionWorker, Start
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner as _Runner
@@ -83,7 +83,7 @@ class VTokenScheduler(Scheduler):
         needs = load_policy(config).needs
         manager.ledger = LengthLedger(
             manager.block_size,
-            cadence_of(config, needs.prompt_queries, needs.decode_queries),
+            cadence_of(config, needs.prompt_queries, needs.decode_queries, needs.computed_queries),
             dense=config.reclaim == "fill",
         )
         pool = self.kv_cache_manager.block_pool
@@ -117,6 +117,13 @@ class VTokenScheduler(Scheduler):
         # Where vLLM itself shortens chunks, just before their blocks are allocated.
         clamped = self.vtoken.clamp(request.request_id, num_computed_tokens, num_new_tokens)
         return super()._reserve_prefill_lookahead(request, num_computed_tokens, clamped)
+
+    def _get_local_prefix_cache_hit(self, request: Request) -> Any:
+        blocks, hit, *rest = super()._get_local_prefix_cache_hit(request)
+        longest = self.vtoken.longest_hit(request.request_id, request.num_tokens)
+        if hit > longest:
+            blocks, hit = self.kv_cache_manager.truncate_computed_blocks(blocks, longest), longest
+        return blocks, hit, *rest
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         self._scheduling = True
@@ -203,12 +210,19 @@ class EvictingRunner(_Runner):
         # Before anything else touches the cache, or a block list: clearing blocks and preparing inputs happen inside.
         self.vtoken.wait_for_copies()
         self._vtoken_follow_blocks()
-        resumed = scheduler_output.scheduled_cached_reqs.resumed_req_ids
+        cached = scheduler_output.scheduled_cached_reqs
         self.vtoken.begin_step(
             plan_of(scheduler_output),
             ended=[*scheduler_output.finished_req_ids, *(scheduler_output.preempted_req_ids or ())],
-            started={new.req_id: new.prompt_token_ids for new in scheduler_output.scheduled_new_reqs}
-            | {req_id: self.requests[req_id].prompt_token_ids for req_id in resumed},
+            started={
+                new.req_id: Start(new.prompt_token_ids, new.num_computed_tokens)
+                for new in scheduler_output.scheduled_new_reqs
+            }
+            | {
+                req_id: Start(self.requests[req_id].prompt_token_ids, hit)
+                for req_id, hit in zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+                if req_id in cached.resumed_req_ids
+            },
         )
         output = super().execute_model(scheduler_output, intermediate_tensors)
         if output is None:
@@ -270,8 +284,8 @@ def _eviction_worker(vllm_config: Any, layers: list[Any], spec: EvictableAttenti
     cache = _all_layers([layer.kv_cache for layer in layers])
     layout = _probe(layers[0], spec)
     needs = load_policy(config).needs
-    attends = needs.attention or config.reclaim != "fill"
-    observer = _observe(config, layers, layout, spec, needs) if attends else None
+    holes = config.reclaim != "fill" or vllm_config.cache_config.enable_prefix_caching
+    observer = _observe(config, layers, layout, spec, needs, holes) if needs.attention or holes else None
     key_norms = KeyNorms(cache, layout, spec.num_kv_heads, spec.head_size) if needs.key_norms else None
     ranks = TensorParallelRanks() if vllm_config.parallel_config.tensor_parallel_size > 1 else Ranks()
     copies = copy_engine_for(cache.device.type, Relocator(cache, layout), config.copies)
@@ -303,20 +317,25 @@ class TensorParallelRanks(Ranks):
 
 
 def _observe(
-    config: VTokenConfig, layers: list[Any], layout: BlockLayout, spec: EvictableAttentionSpec, needs: Needs
+    config: VTokenConfig,
+    layers: list[Any],
+    layout: BlockLayout,
+    spec: EvictableAttentionSpec,
+    needs: Needs,
+    holes: bool,
 ) -> AttentionObserver:
     """Lay an observer over the layers that it may have to attend, or refuse with ValueError in one sentence."""
     counts = list(range(len(layers))) if config.score_layers is None else sorted(set(config.score_layers))
-    if config.reclaim == "fill":  # no holes: only what is observed
+    if not holes:  # only what is observed
         layers, counts = [layers[n] for n in counts], list(range(len(counts)))
     impl = layers[0].impl
     if type(impl).__name__ != "CPUAttentionBackendImpl" or impl.logits_soft_cap or impl.sinks is not None:
-        wants = (
-            f"policy '{config.policy}' looks at attention" if needs.attention else f"'{config.reclaim}' leaves holes"
-        )
+        wants = f"policy '{config.policy}' looks at attention"
+        if not needs.attention:
+            wants = "prefix caching leaves holes" if config.reclaim == "fill" else f"'{config.reclaim}' leaves holes"
         raise ValueError(
             f"vtoken: {wants}, which is not supported yet with {type(impl).__name__} or with a soft cap or sinks in "
-            "attention; use reclaim='fill' with streaming_llm, random or key_norm."
+            "attention; use reclaim='fill' with streaming_llm, random or key_norm, and enable_prefix_caching=False."
         )
     check_vec_layout(layout, spec.num_kv_heads, spec.head_size)
     observer = AttentionObserver(
@@ -327,7 +346,7 @@ def _observe(
         each_query=needs.each_query,
         decay=needs.query_decay,
         prompts=needs.prompt_queries > 0,
-        holes=config.reclaim != "fill",
+        holes=holes,
     )
     observe(layers, observer, counts)
     return observer

@@ -1,9 +1,11 @@
 """An engine for the rooms above: stock vLLM or vLLM with vtoken, stepped by hand, with its block pool in view."""
 
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from typing import Any
 
 from vtoken.config import VTokenConfig
@@ -202,7 +204,22 @@ def make_engine(
             llm_engine = LLMEngine.from_engine_args(EngineArgs(model=model, **engine_args))
         except ValueError as error:
             raise ValueError(_first_sentence(error)) from error
+    if multiprocess:
+        _tell_when_core_ends(llm_engine.engine_core)
     return Engine(llm_engine, shown)
+
+
+def _tell_when_core_ends(client: Any) -> None:
+    """Whoever waits for a core that was killed would wait for ever: vLLM's synchronous client does not tell him."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    outputs, processes = client.outputs_queue, client.resources.engine_manager.processes
+
+    def tell() -> None:
+        wait([process.sentinel for process in processes])  # unlike join, it leaves the exit code to vLLM's own watch
+        outputs.put(EngineDeadError())
+
+    threading.Thread(target=tell, name="vtoken-core-watch", daemon=True).start()
 
 
 @contextmanager

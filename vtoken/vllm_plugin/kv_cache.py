@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.request import Request
 
 from vtoken.config import VTokenConfig
 from vtoken.core.budget import longest_request
@@ -51,7 +53,9 @@ class EvictableAttentionManager(FullAttentionManager):
         Keeping that free means that no admission leads to a preemption, as long as every running request has one.
         """
         tokens = self.ledger.physical_length(request_id, num_tokens)
-        peak = self.ledger.expect_prefill(request_id, num_tokens) if apply_admission_cap else 0
+        # Hit blocks that others hold are there already; those that nobody holds have to be taken out of the free ones.
+        shared = len(new_computed_blocks) - self._get_num_evictable_blocks(new_computed_blocks)
+        peak = self.ledger.expect_prefill(request_id, num_tokens, shared) if apply_admission_cap else 0
         if peak:
             tokens = min(tokens, peak * self.block_size)
         needed = super().get_num_blocks_to_allocate(
@@ -66,7 +70,7 @@ class EvictableAttentionManager(FullAttentionManager):
         )
         if not apply_admission_cap:
             return needed
-        wanted = max(needed, peak) + self.ledger.committed_growth()
+        wanted = max(needed, peak - shared) + self.ledger.committed_growth()
         return wanted + self.reserve(wanted)
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[KVCacheBlock]:
@@ -79,12 +83,24 @@ class EvictableAttentionManager(FullAttentionManager):
             self.ledger.hold_blocks(request_id, len(self.req_to_blocks[request_id]))
         return blocks
 
+    def cache_blocks(self, request: Request, num_tokens: int, *args: Any, **kwargs: Any) -> None:
+        """Register full blocks for later requests, as long as every token's forward attended all earlier ones.
+
+        vLLM asks when a step is scheduled, and what is evicted goes after it: the tokens of that step still count.
+        """
+        if self.ledger.is_whole(request.request_id):
+            super().cache_blocks(request, num_tokens, *args, **kwargs)
+
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         """The request finished or was preempted: vLLM takes its blocks, and its lengths start anew."""
         if request_id in self.ledger:
             self.ledger.reset(request_id)
         self.lose(request_id)
         return super().pop_blocks_for_free(request_id)
+
+    def blocks_of(self, request_id: str) -> list[KVCacheBlock]:
+        """The request's own list, in the order of its positions."""
+        return self.req_to_blocks[request_id]
 
     def truncate(self, request_id: str, keep: int) -> list[KVCacheBlock]:
         """Take all but the first ``keep`` blocks from the request, without returning them to the pool yet."""
@@ -106,9 +122,13 @@ class EvictableAttentionManager(FullAttentionManager):
                 f"vtoken: the worker freed blocks {sorted(gone - set(held))} of request {request_id}, "
                 "which does not hold them"
             )
+        read_only = int(self.ledger.read_only_blocks([request_id])[0])
+        left = sum(block_id in gone for block_id in held[:read_only])
         place = held.index(change.freed[0])
         blocks[place:place] = adopted
         freed = [block for block in blocks if block.block_id in gone]
         blocks[:] = [block for block in blocks if block.block_id not in gone]
-        self.ledger.give_back(request_id, len(freed) - len(adopted))
+        self.ledger.hold_blocks(request_id, len(blocks))
+        if left:
+            self.ledger.keep_read_only(request_id, read_only - left)
         return freed

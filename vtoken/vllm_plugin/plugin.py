@@ -11,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from vtoken.config import RequestOptions, VTokenConfig
+from vtoken.core.budget import resolve_budget
 from vtoken.policies import load_policy
 
 SUPPORTED = "0.32."
@@ -126,7 +127,7 @@ def _validate_requests(config: VTokenConfig) -> None:
         refusal: ValueError | None = None
         for known in reversed(configs):
             try:
-                RequestOptions.from_extra_args(getattr(params, "extra_args", None), known)
+                _check_request(known, processed_inputs, params)
                 return
             except ValueError as error:
                 refusal = refusal or error
@@ -135,3 +136,13 @@ def _validate_requests(config: VTokenConfig) -> None:
 
     setattr(validate_request, _MARK, (stock, configs))
     platform.validate_request = classmethod(validate_request)
+
+
+def _check_request(config: VTokenConfig, processed_inputs: Any, params: Any) -> None:
+    """Raise ValueError, in one sentence, for a request that such an engine would not take."""
+    options = RequestOptions.from_extra_args(getattr(params, "extra_args", None), config)
+    prompt = processed_inputs.get("prompt_token_ids") if isinstance(processed_inputs, Mapping) else None
+    try:
+        resolve_budget(config, options, len(prompt or ()))
+    except ValueError as error:
+        raise ValueError(f"vtoken: {error}.") from None

@@ -1,14 +1,14 @@
 """What travels between scheduler and worker: one plan down with each step, one report up with its result.
 
 The scheduler owns counts, the worker owns which. In ``fill`` no block id has to travel upwards: both sides know
-that a request keeps its first ``keep_blocks`` blocks. In ``pack`` and ``none`` the worker alone knows which blocks
-became empty, and reports them. ``read_only`` and ``copy_out`` stay empty until cached blocks are supported.
+that a request keeps its first ``keep_blocks`` blocks. In ``pack`` and ``none``, and of requests that keep read-only
+blocks, the worker alone knows which blocks became empty and how many positions are left, and reports it.
 """
 
 from dataclasses import dataclass, field
 
 from vtoken.core.ledger import StepCounts
-from vtoken.core.reclamation import BlockChange
+from vtoken.core.reclamation import BlockChange, CopyOut
 
 
 @dataclass(frozen=True)
@@ -20,17 +20,18 @@ class StepPlan:
         req_ids: scheduled requests, in the order of the arrays in ``counts``.
         counts: what each request computes and what it forgets afterwards, with the (tokens, blocks, epoch) that
             the worker must find before the forward.
-        read_only: leading blocks per request that are shared or cached and must not be written.
         granted: empty blocks that the worker may pack tokens into; those that it does not adopt come back.
-        copy_out: blocks granted to a request, in this schedule, for survivors of read-only blocks.
+        read_only: leading blocks that are shared or cached and must not be written from now on, for the requests of
+            which that has changed.
+        copy_out: what a request is to do with the last of its read-only blocks.
     """
 
     step: int
     req_ids: list[str]
     counts: StepCounts
-    read_only: dict[str, int] = field(default_factory=dict)
     granted: list[int] = field(default_factory=list)
-    copy_out: dict[str, list[int]] = field(default_factory=dict)
+    read_only: dict[str, int] = field(default_factory=dict)
+    copy_out: dict[str, CopyOut] = field(default_factory=dict)
 
 
 @dataclass
@@ -42,7 +43,8 @@ class StepReport:
         evicted, moved: tokens, over all requests.
         packed: blocks that packing has emptied, less those that it took.
         errors: one sentence per request that must end; all others go on.
-        changes: what became of a request's blocks, in modes where the worker alone knows it.
+        changes: what became of a request's blocks, where the worker alone knows it.
+        returned: by how much a request's positions are fewer than the tokens of its sequence, likewise.
     """
 
     step: int
@@ -51,3 +53,4 @@ class StepReport:
     packed: int = 0
     errors: dict[str, str] = field(default_factory=dict)
     changes: dict[str, BlockChange] = field(default_factory=dict)
+    returned: dict[str, int] = field(default_factory=dict)

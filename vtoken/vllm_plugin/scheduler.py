@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from vtoken.core.ledger import LengthLedger
 from vtoken.core.reclamation import BlockChange
 from vtoken.core.reclamation_manager import ReclamationManager
 from vtoken.vllm_plugin.protocol import StepPlan, StepReport
+from vtoken.vllm_plugin.read_only import BlockLists, Decisions, Pool, ReadOnlyBlocks
 
 
 @dataclass
@@ -41,28 +42,15 @@ class StepUnderWay:
     Attributes:
         released: blocks that the worker still reads in this step; the pool's again when its result is in.
         granted: blocks that it may move tokens into.
+        taken: blocks that requests have been given to move tokens into.
         lost: requests whose blocks vLLM has taken meanwhile, so that what the worker did to them is void.
     """
 
     number: int
     released: list[Any]
     granted: list[Any]
+    taken: int = 0
     lost: set[str] = field(default_factory=set)
-
-
-class Pool(Protocol):
-    """What is needed of vLLM's block pool."""
-
-    def get_num_free_blocks(self) -> int: ...
-    def get_new_blocks(self, num_blocks: int) -> list[Any]: ...
-    def free_blocks(self, ordered_blocks: Iterable[Any]) -> None: ...
-
-
-class BlockLists(Protocol):
-    """What is needed of vLLM's KV-cache manager: the requests' lists of blocks."""
-
-    def truncate(self, request_id: str, keep: int) -> list[Any]: ...
-    def exchange(self, request_id: str, change: BlockChange, adopted: list[Any]) -> list[Any]: ...
 
 
 class EvictionScheduler:
@@ -85,6 +73,9 @@ class EvictionScheduler:
         self._pool_blocks = pool_blocks
         self._pool = pool
         self._lists = lists
+        self._read_only: ReadOnlyBlocks | None = None
+        if config.reclaim == "fill":
+            self._read_only = ReadOnlyBlocks(ledger, pool, lists, leave_shared=config.shared_blocks == "smaller")
         self._packing: ReclamationManager | None = None
         if config.reclaim == "pack":
             self._packing = ReclamationManager(config, pool_blocks, ledger.block_size)
@@ -107,7 +98,10 @@ class EvictionScheduler:
             ValueError: one sentence, for bad settings or for a request that the pool could never hold.
         """
         options = RequestOptions.from_extra_args(extra_args, self._config)
-        budget = resolve_budget(self._config, options, prompt_length)
+        try:
+            budget = resolve_budget(self._config, options, prompt_length)
+        except ValueError as error:
+            raise ValueError(f"vtoken: {error}.") from None
         self._ledger.open(req_id, prompt_length, budget, prompt_length + max_tokens)
         peak = self._ledger.most_blocks(req_id, prompt_length + max_tokens)
         if peak > self._pool_blocks:
@@ -134,6 +128,12 @@ class EvictionScheduler:
         """vLLM has taken the request's blocks: it is over, or preempted."""
         for step in self._under_way:
             step.lost.add(req_id)
+        if self._read_only is not None:
+            self._read_only.forget(req_id)
+
+    def longest_hit(self, req_id: str, tokens: int) -> int:
+        """The most tokens of a prefill of this many that the request may take from the prefix cache: whole blocks."""
+        return self._ledger.longest_hit(req_id, tokens) // self._ledger.block_size * self._ledger.block_size
 
     def reserve(self, wanted: int) -> int:
         """Blocks that an admission which wants so many must leave free."""
@@ -143,19 +143,30 @@ class EvictionScheduler:
 
     def plan(self, scheduled: ScheduledStep) -> StepPlan:
         """State what each request computes and forgets in this step, and cut its block list to what it keeps."""
+        logical_length = np.fromiter(scheduled.logical_length, dtype=np.int64)
         counts = self._ledger.schedule(
             scheduled.req_ids,
             np.fromiter(scheduled.new_tokens, dtype=np.int64),
-            np.fromiter(scheduled.logical_length, dtype=np.int64),
+            logical_length,
             np.fromiter(scheduled.known_length, dtype=np.int64),
         )
-        released: list[Any] = []
+        decided = Decisions()
+        if self._read_only is not None:
+            decided = self._read_only.decide(scheduled.req_ids, counts, logical_length)
+        released = decided.released
         for index in np.flatnonzero(counts.keep_blocks < counts.num_blocks).tolist():
             released += self._lists.truncate(scheduled.req_ids[index], int(counts.keep_blocks[index]))
         granted = self._grant() if scheduled.req_ids else []
         self._step += 1
-        self._under_way.append(StepUnderWay(self._step, released, granted))
-        return StepPlan(self._step, scheduled.req_ids, counts, granted=[block.block_id for block in granted])
+        self._under_way.append(StepUnderWay(self._step, released, granted + decided.granted, decided.taken))
+        return StepPlan(
+            self._step,
+            scheduled.req_ids,
+            counts,
+            [block.block_id for block in granted],
+            decided.read_only,
+            decided.copy_out,
+        )
 
     def _grant(self) -> list[Any]:
         if self._packing is None:
@@ -181,10 +192,15 @@ class EvictionScheduler:
         if report is None:
             return {}
         freed = step.released + self._change_lists(step, report.changes)
+        self._ledger.follow({req_id: n for req_id, n in report.returned.items() if req_id not in step.lost})
         if self._packing is not None and step.granted:
             self._packing.settle(report.packed)
+        free_blocks = self._pool.get_num_free_blocks()
         self._pool.free_blocks(freed[::-1])
-        self.stats.blocks_reclaimed += len(freed) - len(step.granted)
+        gained = self._pool.get_num_free_blocks() - free_blocks  # not all of them, where others hold some as well
+        self.stats.blocks_reclaimed += gained - len(step.granted) - step.taken
+        if self._read_only is not None and gained < len(freed):
+            self._read_only.references_changed()
         self.stats.tokens_evicted += report.evicted
         self.stats.tokens_moved += report.moved
         return report.errors

@@ -99,12 +99,12 @@ class ScoreKeeper:
         assert observer is not None or not self._needs.attention
         assert key_norms is not None or not self._needs.key_norms
 
-    def start(self, row: int, prompt: Sequence[int] | None) -> None:
-        """A request begins in this row of the table, with an empty cache."""
-        self._scores.start(row, prompt_hash(prompt))
+    def start(self, row: int, prompt: Sequence[int] | None, prefix_hit: int = 0) -> None:
+        """A request begins in this row of the table; so many of its tokens come from the prefix cache."""
+        self._scores.start(row, prompt_hash(prompt), prefix_hit)
 
     def follow(self, rows: Ints, tokens: Ints) -> None:
-        """New tokens have a slot, shape [N] each."""
+        """These tokens have a slot from now on, shape [N] each, whether computed or taken from the prefix cache."""
         self._scores.follow(rows, tokens)
 
     def watch(
@@ -118,7 +118,7 @@ class ScoreKeeper:
         self._watched = _Watched(rows, decodes, ends_part, queries) if len(rows) else None
 
     def absorb_keys(self, rows: Ints, tokens: Ints, slots: Ints) -> None:
-        """The forward has written these tokens' keys, shape [N] each."""
+        """The keys of these tokens lie in their slots now, shape [N] each."""
         if self._needs.key_norms and len(slots):
             assert self._key_norms is not None
             self._scores.key_norm[rows, tokens] = self._ranks.sum(self._key_norms(slots))
@@ -165,6 +165,7 @@ class ScoreKeeper:
             self._table.length[rows],
             self._scores.prompt_hash[rows],
             *self._remembered(owner, tokens),
+            first_query=self._scores.first_query[rows],
         )
 
     def _absorb_sum(self, watched: "_Watched", mass: Floats) -> Ints:
@@ -205,6 +206,7 @@ class ScoreKeeper:
             length,
             self._scores.prompt_hash[rows],
             *self._remembered(owner, tokens),
+            first_query=self._scores.first_query[rows],
             mass=mass if self._score_interval == 1 else mass * np.repeat(stands_for, live).astype(np.float32),
             queries=count * stands_for,
             position=length - 1 - later,
@@ -245,7 +247,7 @@ class ScoreKeeper:
     def _live(self, rows: Ints) -> tuple[Ints, Ints, Ints]:
         """(row, logical id) of every live token, along its request's blocks, and the number per request."""
         table, live = self._table, self._table.num_live[rows]
-        if table.recycling:  # dense: they come first
+        if self._dense(rows):  # they come first
             owner = np.repeat(rows, live)
             return owner, table.logical_at[owner, ranges(np.zeros_like(live), live)].astype(np.int64), live
         at = table.logical_at[rows, : int(table.end[rows].max(initial=0))]
@@ -255,12 +257,16 @@ class ScoreKeeper:
     def _of_live(self, watched: _Watched, mass: Floats) -> Floats:
         """The masses without those of holes."""
         table, queries = self._table, watched.queries
-        if table.recycling:
+        if self._dense(watched.rows):
             return mass
         lines = queries.count if self._needs.each_query else np.ones_like(queries.count)
         owner, attended = np.repeat(watched.rows, lines), np.repeat(queries.attended, lines)
         positions = ranges(np.zeros_like(attended), attended)
         return mass[table.logical_at[np.repeat(owner, attended), positions] != HOLE]
+
+    def _dense(self, rows: Ints) -> bool:
+        """Whether none of these requests can have a hole. One that recycles has them in its read-only blocks alone."""
+        return self._table.recycling and not self._table.read_only[rows].any()
 
     def _remembered(self, owner: Ints, tokens: Ints) -> tuple[Floats, Floats]:
         """State and key norm of each token; zeros for a policy that needs neither."""

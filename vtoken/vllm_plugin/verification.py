@@ -81,14 +81,23 @@ class Verifier:
         )
 
     def _doubled(self, requests: Iterable[str]) -> dict[str, str]:
-        """Requests of which a token shares its slot with another live token, of whichever request."""
+        """Requests of which a token shares its slot with another live token, of whichever request.
+
+        The same token of several requests may lie in one slot, as long as none of them writes there any more.
+        """
         requests = set(requests)
         if not requests:
             return {}
         placed = [(req_id, *self._placed(req_id)) for req_id in self._table.req_ids]
         slots = np.concatenate([slots for _, _, slots in placed])
-        taken, count = np.unique(slots, return_counts=True)
-        doubled = taken[count > 1]
+        tokens = np.concatenate([tokens for _, tokens, _ in placed])
+        frozen = np.concatenate([self._frozen(req_id) for req_id, _, _ in placed])
+        _, place, count = np.unique(slots, return_inverse=True, return_counts=True)
+        least, most = np.full(len(count), np.iinfo(np.int64).max), np.full(len(count), -1)
+        np.minimum.at(least, place, tokens)
+        np.maximum.at(most, place, tokens)
+        writers = np.bincount(place, weights=~frozen, minlength=len(count))
+        doubled = slots[((count > 1) & ((least != most) | (writers > 0)))[place]]
         found = {}
         for req_id, tokens, slots in placed:
             shared = np.flatnonzero(np.isin(slots, doubled))
@@ -98,3 +107,9 @@ class Verifier:
                     "another live token."
                 )
         return found
+
+    def _frozen(self, req_id: str) -> NDArray[np.bool_]:
+        """Of each live token, in logical order, whether its block is one that the request writes no more."""
+        table, rows = self._table, self._table.rows([req_id])
+        positions = table.physical_of[rows[0], table.live_tokens(req_id)]
+        return positions // table.block_size < table.frozen_blocks(rows)[0]

@@ -10,6 +10,7 @@ from vtoken.config import VTokenConfig
 from vtoken.core.observed import AttendedQueries, QueryRuns
 from vtoken.core.ragged import Ints, offsets_of, ranges
 from vtoken.core.reclamation import (
+    CopyOut,
     FillReclamation,
     NaiveReclamation,
     PackReclamation,
@@ -18,12 +19,20 @@ from vtoken.core.reclamation import (
 from vtoken.core.selection import select_victims
 from vtoken.core.token_table import HOLE, TokenTable
 from vtoken.core.trace import Incarnation, Trace
-from vtoken.kernels.copy_engine import CopyEngine
+from vtoken.kernels.copy_engine import CopyEngine, CopyFailed
 from vtoken.policies import load_policy
 from vtoken.vllm_plugin.protocol import StepPlan, StepReport
 from vtoken.vllm_plugin.ranks import Ranks
 from vtoken.vllm_plugin.scores import KeyNorms, Observer, ScoreKeeper
 from vtoken.vllm_plugin.verification import Digests, Verifier
+
+
+@dataclass(frozen=True)
+class Start:
+    """How a request begins: its prompt, and how many leading tokens of it are in the cache already."""
+
+    prompt: Sequence[int] | None
+    hit: int = 0
 
 
 @dataclass(frozen=True)
@@ -80,26 +89,31 @@ class EvictionWorker:
         self._healthy = np.empty(0, dtype=np.int64)
         self._rows = np.empty(0, dtype=np.int64)
         self._new_tokens = (self._rows, self._rows, self._rows)
+        self._hits: dict[str, int] = {}
 
     def wait_for_copies(self) -> None:
         """Nothing may touch the cache in a step, not even to clear a block, before the last one's copies are done."""
-        self._copies.wait()
+        try:
+            self._copies.wait()
+        except CopyFailed as failure:
+            self._distrust(failure)
         if self._verifier is not None:
-            self._faults = self._verifier.faults()
+            self._faults = self._verifier.faults() | self._faults
 
-    def begin_step(self, plan: StepPlan, ended: Iterable[str], started: Mapping[str, Sequence[int] | None]) -> None:
-        """Take up a plan. ``ended`` requests lost their cache; ``started`` ones, by prompt, begin with an empty one.
+    def begin_step(self, plan: StepPlan, ended: Iterable[str], started: Mapping[str, Start]) -> None:
+        """Take up a plan. ``ended`` requests lost their cache; ``started`` ones begin with what the prefix cache has.
 
         An id may be in both: a request was preempted and resumed at once, or the id was used again.
         """
         for req_id in ended:
             self.table.drop_request(req_id)
             self._faults.pop(req_id, None)
-        for req_id, prompt in started.items():
+        for req_id, start in started.items():
             self.table.drop_request(req_id)
-            self._scores.start(self.table.add_request(req_id), prompt)
+            self._scores.start(self.table.add_request(req_id, start.hit), start.prompt, start.hit)
             if self._config.record_trace:
-                self._traces.setdefault(req_id, Trace()).incarnations.append(Incarnation())
+                self._traces.setdefault(req_id, Trace()).incarnations.append(Incarnation(start.hit))
+        self._hits = {req_id: start.hit for req_id, start in started.items() if start.hit}
         self._plan, self._report = plan, StepReport(plan.step, errors=dict(self._faults))
 
     def place_tokens(
@@ -125,8 +139,8 @@ class EvictionWorker:
         tokens = ranges(starts[index], new_tokens)
         if self._scores.remembers:
             owner, logical = np.repeat(rows, new_tokens), ranges(self.table.length[rows] - new_tokens, new_tokens)
-            self._new_tokens = (owner, logical, slots)
-            self._scores.follow(owner, logical)
+            self._new_tokens = self._with_hits(owner, logical, slots)
+            self._scores.follow(*self._new_tokens[:2])
         if self._observer is not None:
             self._attend(index, starts, length, batch_blocks)
         if len(failed):
@@ -145,12 +159,17 @@ class EvictionWorker:
         self._scores.absorb_keys(*self._new_tokens)
         for row in self._scores.absorb_attention().tolist():
             self._refuse_attention(row)
-        dying = self._healthy[counts.evict[self._healthy] > 0]
+        healthy, plan = self._healthy, self._plan
+        dying = healthy[counts.evict[healthy] > 0]
         victims = self._choose_victims(dying) if len(dying) else np.empty(0, dtype=np.int64)
         if len(dying):
             self.table.evict_tokens(np.repeat(self._rows[dying], counts.evict[dying]), victims)
             self._report.evicted += len(victims)
-        changed = self._reclaim(dying) if len(dying) or self._plan.granted else {}
+        due = dying
+        if plan.read_only:
+            leaving = np.array([req_id in plan.read_only for req_id in plan.req_ids])
+            due = healthy[(counts.evict[healthy] > 0) | leaving[healthy]]
+        changed = self._reclaim(due) if len(due) or plan.granted else {}
         if self._config.record_trace:
             self._record(dying, victims)
         return changed
@@ -177,12 +196,26 @@ class EvictionWorker:
         wrong = (rows < 0) | (live != counts.length) | (epoch != counts.epoch) | (num_blocks != counts.num_blocks)
         damaged = np.array([req_id in self._faults for req_id in plan.req_ids]) if self._faults else wrong
         for i in np.flatnonzero(wrong).tolist():
-            self._report.errors[plan.req_ids[i]] = (
+            self._report.errors.setdefault(
+                plan.req_ids[i],
                 f"vtoken: request {plan.req_ids[i]} was scheduled with {counts.length[i]} tokens, "
                 f"{counts.num_blocks[i]} blocks and epoch {counts.epoch[i]}, but the worker holds "
-                f"{live[i]} tokens, {num_blocks[i]} blocks and epoch {epoch[i]}."
+                f"{live[i]} tokens, {num_blocks[i]} blocks and epoch {epoch[i]}.",
             )
         return wrong | damaged
+
+    def _with_hits(self, rows: Ints, tokens: Ints, slots: Ints) -> tuple[Ints, Ints, Ints]:
+        """The new tokens of a step, and those that requests which begin with it found in the cache."""
+        hits = {req_id: hit for req_id, hit in self._hits.items() if req_id in self.table}
+        if not hits:
+            return rows, tokens, slots
+        count = np.array(list(hits.values()))
+        owner, found = np.repeat(self.table.rows(hits), count), ranges(np.zeros_like(count), count)
+        return (
+            np.concatenate([owner, rows]),
+            np.concatenate([found, tokens]),
+            np.concatenate([self.table.slots(owner, found), slots]),
+        )
 
     def _attend(self, index: Ints, starts: Ints, length: Ints, batch_blocks: NDArray[np.int32]) -> None:
         """Tell what our kernels have to attend and observe; ``index`` and ``length`` run over the healthy requests."""
@@ -223,31 +256,57 @@ class EvictionWorker:
             batch.counts,
             batch.length,
             counts.evict[dying],
-            self._config.sinks,
+            counts.head[dying],
             counts.protect[dying],
         )
         return self._ranks.agree(victims)
 
-    def _reclaim(self, dying: Ints) -> dict[str, list[int]]:
+    def _reclaim(self, due: Ints) -> dict[str, list[int]]:
+        """Get blocks back from these requests of the plan, indices into it, and whoever else can be packed."""
         assert self._plan is not None and self._report is not None
-        counts = self._plan.counts
+        plan, counts, report, table = self._plan, self._plan.counts, self._report, self.table
         if self._verifier is not None:
             self._verifier.note()
-        failed = self.table.find_rows(self._report.errors)
+        copy_outs = {}
+        for index in due.tolist() if plan.read_only else ():
+            req_id, row = plan.req_ids[index], int(self._rows[index])
+            if req_id in plan.read_only:
+                table.keep_read_only(row, plan.read_only[req_id])
+                copy_outs[row] = plan.copy_out.get(req_id, CopyOut(plan.read_only[req_id], []))
+        failed = table.find_rows(report.errors)
         reclaimed = self._reclamation.reclaim(
-            self._rows[dying], counts.evict[dying], counts.next_tokens[dying], self._plan.granted, failed[failed >= 0]
+            self._rows[due], counts.evict[due], counts.next_tokens[due], plan.granted, failed[failed >= 0], copy_outs
         )
         if self._verifier is not None:
             self._verifier.capture()
-        self._copies.launch(reclaimed.sources, reclaimed.destinations)
-        self._report.moved, self._report.packed = reclaimed.moved, reclaimed.packed
-        names = self.table.req_ids_of(reclaimed.rows)
-        self._report.changes = {
-            name: reclaimed.changes[row]
-            for name, row in zip(names, reclaimed.rows.tolist(), strict=True)
-            if row in reclaimed.changes
-        }
-        return {name: self.table.block_ids(name) for name in names}
+        self._copy(reclaimed.sources, reclaimed.destinations)
+        report.moved, report.packed = reclaimed.moved, reclaimed.packed
+        name_of = dict(zip(reclaimed.rows.tolist(), table.req_ids_of(reclaimed.rows), strict=True))
+        report.changes = {name_of[row]: change for row, change in reclaimed.changes.items()}
+        reported = table.req_ids_of(reclaimed.reported)
+        report.returned = dict(zip(reported, reclaimed.returned.tolist(), strict=True))
+        return {name: table.block_ids(name) for name in name_of.values()}
+
+    def _copy(self, sources: Ints, destinations: Ints) -> None:
+        try:
+            self._copies.launch(sources, destinations)
+        except CopyFailed as failure:
+            self._distrust(failure)
+
+    def _distrust(self, failure: CopyFailed) -> None:
+        """Requests of which tokens have not arrived end with the next report, whether that step computes them or not.
+
+        Not with this one: up to here they were computed from what is right, and one that is over by then has lost
+        nothing. Nobody else is harmed by a copy that fails: no block is written into by relocation that more than one
+        request holds, and a block that a failed request gives back is read by nobody before it is written anew.
+        """
+        blocks = failure.destinations // self.table.block_size
+        for req_id in self.table.req_ids:
+            if np.isin(self.table.block_ids(req_id), blocks).any():
+                self._faults[req_id] = (
+                    f"vtoken: the K/V of request {req_id} can no longer be trusted, since a copy of its tokens to other "
+                    f"slots failed ({failure.__cause__!r})."
+                )
 
     def _record(self, dying: Ints, victims: Ints) -> None:
         assert self._plan is not None

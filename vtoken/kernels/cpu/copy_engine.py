@@ -5,8 +5,10 @@ import queue
 import threading
 import weakref
 
+import numpy as np
+
 from vtoken.core.ragged import Ints
-from vtoken.kernels.copy_engine import CPUS, CopyEngine
+from vtoken.kernels.copy_engine import CPUS, CopyEngine, CopyFailed, make_copy
 from vtoken.kernels.relocation import Relocate
 
 
@@ -14,8 +16,7 @@ class ThreadCopyEngine(CopyEngine):
     """One thread makes the copies, in the order of their launches.
 
     The forward has returned before `launch` is called, and the host is what touches the cache next, so `wait` and
-    `finish` are the same here. What was launched behind a failed copy, before the failure was raised, is dropped: its
-    sources may be what the failed copy should have written.
+    `finish` are the same here.
 
     Args:
         relocate: should not hold the interpreter's lock while it copies.
@@ -44,8 +45,7 @@ class ThreadCopyEngine(CopyEngine):
             return
         self._last.wait()  # the last of them: they are made in order
         self._last = None
-        if (failure := self._copies.take_failure()) is not None:
-            raise failure
+        self._copies.raise_failure()
 
     def close(self) -> None:
         self._end()
@@ -53,13 +53,14 @@ class ThreadCopyEngine(CopyEngine):
 
 
 class _Copies:
-    """What the two threads share: copies to make, and the failure that one of them leaves for the other."""
+    """What the two threads share: copies to make, and what became of them."""
 
     def __init__(self, relocate: Relocate) -> None:
         # Not a Queue, whose lock a finalizer that runs inside one of its own methods would wait for in vain.
         self.pending: queue.SimpleQueue[tuple[Ints, Ints, threading.Event] | None] = queue.SimpleQueue()
         self._relocate = relocate
-        self._failure: BaseException | None = None
+        self._failed: list[CopyFailed] = []
+        self._stop: BaseException | None = None
 
     def make(self) -> None:
         if CPUS:
@@ -67,12 +68,19 @@ class _Copies:
         while (copy := self.pending.get()) is not None:
             sources, destinations, done = copy
             try:
-                if self._failure is None:
-                    self._relocate(sources, destinations)
-            except BaseException as failure:  # whatever it is, the host must not wait for this thread in vain
-                self._failure = failure
+                if self._stop is None:
+                    make_copy(self._relocate, sources, destinations)
+            except CopyFailed as failure:
+                self._failed.append(failure)
+            except BaseException as stop:  # whatever it is, the host must not wait for this thread in vain
+                self._stop = stop
             done.set()
 
-    def take_failure(self) -> BaseException | None:
-        failure, self._failure = self._failure, None
-        return failure
+    def raise_failure(self) -> None:
+        """Raise what has gone wrong since this was last called. Only while no copy is pending."""
+        failed, self._failed = self._failed, []
+        stop, self._stop = self._stop, None
+        if stop is not None:
+            raise stop
+        if failed:
+            raise CopyFailed(np.concatenate([each.destinations for each in failed])) from failed[0].__cause__

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from vtoken.core.ragged import Ints
-from vtoken.kernels.copy_engine import CopyEngine
+from vtoken.kernels.copy_engine import CopyEngine, make_copy
 from vtoken.kernels.relocation import Relocate
 
 
@@ -32,9 +32,12 @@ class CudaCopyEngine(CopyEngine):
             return
         self._computed.record(self._cuda.current_stream())
         self._stream.wait_event(self._computed)
-        with self._cuda.stream(self._stream):
-            self._relocate(sources, destinations)
-        self._copied.record(self._stream)
+        try:
+            with self._cuda.stream(self._stream):
+                make_copy(self._relocate, sources, destinations)
+        finally:
+            # Of a copy that could not be ordered to its end, some may be under way when its slots are somebody else's.
+            self._copied.record(self._stream)
 
     def wait(self) -> None:
         self._cuda.current_stream().wait_event(self._copied)

@@ -1,0 +1,102 @@
+"""Everything at once, from a seed: settings, arrivals that share beginnings, aborts at every point, missed steps."""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from stub_copies import LazyCopyEngine
+from stub_worker import StubEngine
+
+NAMES = [f"r{n}" for n in range(16)]
+POLICIES = ["streaming_llm", "random", "key_norm", "tova", "h2o", "snapkv", "scissorhands"]
+
+
+def settings(rng: np.random.Generator) -> dict[str, Any]:
+    """Of an engine whose pool is too small for what arrives."""
+    window = int(rng.choice([1, 4, 20]))
+    recent = int(rng.choice([window, window + 5]))
+    mode = str(rng.choice(["fill", "fill", "fill", "pack", "none"]))
+    packing = {"theta_f": 0.1, "check_interval": int(rng.choice([1, 3])), "headroom": 0.05, "low_watermark": 0.6}
+    return {
+        "policy": str(rng.choice(["streaming_llm", *POLICIES])),
+        "reclaim": mode,
+        "shared_blocks": str(rng.choice(["smaller", "smaller", "keep"])),
+        "sinks": int(rng.choice([0, 2, 4])),
+        "protect_prefix": int(rng.choice([0, 0, 0, 20])),
+        "recent": recent,
+        "grace": int(rng.choice([0, 0, 9])),
+        "observation_window": window,
+        "interval": int(rng.choice([1, 1, 2, 3, 7])),
+        "prefill_evict": str(rng.choice(["end", "chunked"])),
+        "prefill_chunk": int(rng.integers(10, 70)),
+        "verify": bool(rng.random() < 0.2),
+        "record_trace": True,
+        **(packing if mode == "pack" else {}),
+    }
+
+
+class Soak:
+    """One engine and its load.
+
+    Args:
+        make: makes stub engines.
+        seed: says everything else.
+
+    Attributes:
+        options: of the engine.
+        seen: how often what is to be tested has happened.
+    """
+
+    def __init__(self, make: Callable[..., StubEngine], seed: int) -> None:
+        self.rng = np.random.default_rng(seed)
+        self.options = settings(self.rng)
+        self.seen: Counter[str] = Counter()
+        num_blocks, batched = int(self.rng.integers(24, 34)), int(self.rng.choice([48, 100, 300]))
+        self.engine = make(num_blocks, seqs=10, batched=batched, caching=True, **self.options)
+        self.lazy = bool(self.rng.random() < 0.5)
+        if self.lazy:
+            self.engine.runner.use_copies(LazyCopyEngine)
+        self._trunks = [self.rng.integers(0, 61, 160).tolist() for _ in range(3)]
+
+    def run(self, steps: int) -> Counter[str]:
+        """So many steps of arrivals, and as many as it takes until nothing is left."""
+        rng, engine = self.rng, self.engine
+        for _ in range(steps):
+            for req_id in NAMES:
+                if req_id not in engine.scheduler.requests and rng.random() < 0.15:
+                    self._arrive(req_id)
+            few = rng.random() < 0.15
+            engine.scheduler.max_num_scheduled_tokens = int(rng.choice([1, 3, 40])) if few else 10**5
+            reset = rng.random() < 0.01
+            if reset:
+                engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+                self.seen["resets"] += 1
+            preemptions = engine.preemptions
+            engine.step(before_update=self._abort_some)
+            self.seen["preemptions"] += 0 if reset else engine.preemptions - preemptions
+            self._abort_some()
+        engine.scheduler.max_num_scheduled_tokens = 10**5
+        engine.run(limit=4000)
+        stats = engine.scheduler.vtoken.stats
+        self.seen["hits"] = sum(hit > 0 for _, hit in engine.runner.hits)
+        self.seen["evicted"], self.seen["moved"] = stats.tokens_evicted, stats.tokens_moved
+        self.seen["reclaimed"] = stats.blocks_reclaimed
+        return self.seen
+
+    def _arrive(self, req_id: str) -> None:
+        rng, config = self.rng, self.engine.config
+        trunk, branch = self._trunks[rng.integers(len(self._trunks))], int(rng.integers(0, 160))
+        tokens = trunk[:branch] + rng.integers(0, 61, int(rng.integers(1, 50))).tolist()
+        floor = config.protected_with(len(tokens))
+        budgets = [floor, int(rng.integers(floor, floor + 90)), float(rng.integers(1, 101)) / 100, None, 10**6]
+        budget = budgets[rng.choice(5, p=[0.15, 0.25, 0.1, 0.1, 0.4])]
+        outputs = int(rng.integers(1, 70)) if budget != 10**6 else int(rng.integers(40, 130))
+        self.engine.add(req_id, tokens=tokens, outputs=outputs, budget=budget)
+        self.seen["requests"] += 1
+
+    def _abort_some(self) -> None:
+        living = sorted(self.engine.scheduler.requests)
+        if living and self.rng.random() < 0.04:
+            self.engine.abort(str(self.rng.choice(living)))
+            self.seen["aborts"] += 1

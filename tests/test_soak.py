@@ -1,0 +1,40 @@
+"""Long random runs with a prefix cache, on pools that are too small: all checks of the stub engine after every step."""
+
+import os
+import time
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+from soak_driver import Soak
+from stub_worker import StubEngine
+
+MakeEngine = Callable[..., StubEngine]
+SECONDS = float(os.environ.get("VTOKEN_SOAK_SECONDS", "0"))
+FIRST_SEED = int(os.environ.get("VTOKEN_SOAK_SEED", "1000"))
+
+
+def soak(make: MakeEngine, seed: int, steps: int) -> Counter[str]:
+    load = Soak(make, seed)
+    try:
+        seen = load.run(steps)
+    except BaseException as error:
+        error.add_note(f"soak: VTOKEN_SOAK_SEED={seed} (lazy copies: {load.lazy}) {load.options}")
+        raise
+    assert min(seen[name] for name in ("requests", "preemptions", "hits", "evicted", "reclaimed")) > 0, (seed, seen)
+    return seen
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_nothing_is_lost_in_the_long_run(make: MakeEngine, seed: int) -> None:
+    soak(make, seed, steps=120)
+
+
+@pytest.mark.skipif(not SECONDS, reason="takes as long as one likes: make soak")
+def test_for_a_given_time(make: MakeEngine) -> None:
+    """`make soak`: seeds from VTOKEN_SOAK_SEED on, for VTOKEN_SOAK_SECONDS; a failure names its seed."""
+    end, seed, total = time.monotonic() + SECONDS, FIRST_SEED, Counter[str]()
+    while time.monotonic() < end:
+        total += soak(make, seed, steps=400)
+        seed += 1
+    print(f"\nsoak: seeds {FIRST_SEED} to {seed - 1}: {dict(total)}")
