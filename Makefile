@@ -3,6 +3,7 @@
 
 PYTHON ?= python3
 ARGS ?=
+VTOKEN_SOAK_SECONDS ?= 600
 BENCH ?= hook_cost attention_speed policy_cost relocation copy_overlap
 
 VENV := .venv
@@ -12,12 +13,13 @@ STAMP := $(VENV)/.vtoken-setup
 LINTED := $(wildcard vtoken tests benchmarks)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench
+.PHONY: help setup demo test soak lint bench
 
 help:
 	@echo 'make setup            make .venv with vLLM for the CPU and vtoken (minutes the first time)'
 	@echo 'make demo ARGS="..."  the same work under native vLLM and under vtoken, compared'
 	@echo 'make test ARGS="..."  run the tests'
+	@echo 'make soak             random runs with a prefix cache on pools too small, VTOKEN_SOAK_SECONDS=600 of them'
 	@echo 'make lint             ruff and mypy'
 	@echo 'make bench            what hooks, attention with scores, and h2o cost (BENCH=hook_cost for one of them)'
 	@echo 'PYTHON=python3.12     after any of these: make .venv with that interpreter (3.11 to 3.14)'
@@ -46,6 +48,10 @@ demo: setup
 
 test: setup
 	@$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
+
+# Seeds from VTOKEN_SOAK_SEED on, one after the other; a failure names its seed.
+soak: setup
+	@VTOKEN_SOAK_SECONDS=$(VTOKEN_SOAK_SECONDS) $(BIN)/python -m pytest -s tests/test_soak.py -k given_time $(ARGS)
 
 bench: setup
 	@for name in $(BENCH); do VLLM_LOGGING_LEVEL=ERROR $(BIN)/python benchmarks/$$name.py $(ARGS) || exit 1; done

@@ -19,8 +19,13 @@ from vtoken.evaluation.model import ensure_model, model_dtype
 from vtoken.vllm_plugin import make_engine
 
 
-def measure(model: Path, running: int, steps: int, prompt: int, config: VTokenConfig) -> dict[str, float]:
-    """Decode steps at a fixed number of running requests; medians and shares over them."""
+def measure(
+    model: Path, running: int, steps: int, prompt: int, config: VTokenConfig, caching: bool
+) -> dict[str, float]:
+    """Decode steps at a fixed number of running requests; medians and shares over them.
+
+    With ``caching``, the prompts begin with the same tokens, half of them all, which the first request has computed.
+    """
     timer = ExclusiveTimer()
     instrument(timer)
     engine = make_engine(
@@ -28,15 +33,19 @@ def measure(model: Path, running: int, steps: int, prompt: int, config: VTokenCo
         config,
         dtype=model_dtype(),
         enforce_eager=True,
-        enable_prefix_caching=False,
+        enable_prefix_caching=caching,
         block_size=32,
         max_model_len=4096,
         max_num_seqs=max(64, running),
         kv_cache_memory_bytes=4 << 30,
     )
     rng = np.random.default_rng(0)
+    shared = rng.integers(100, 40000, prompt // 2 if caching else 0)
     for n in range(running):
-        engine.add_request(f"r{n}", rng.integers(100, 40000, prompt).tolist(), steps + 40)
+        own = rng.integers(100, 40000, prompt - len(shared))
+        engine.add_request(f"r{n}", np.concatenate([shared, own]).tolist(), steps + 40)
+        if n == 0:
+            engine.step()
     while not (engine.snapshot().running == running and engine.snapshot().waiting == 0):
         engine.step()
     for _ in range(4):  # the last prefill chunks, and a warm cache
@@ -73,11 +82,14 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--budget", type=int, default=400)
     parser.add_argument("--interval", type=int, default=1)
+    parser.add_argument(
+        "--caching", action="store_true", help="prefix caching, and prompts that share their first half"
+    )
     parser.add_argument("--model", type=Path)
     args = parser.parse_args()
     config = VTokenConfig(policy="streaming_llm", budget=args.budget, interval=args.interval, copies="inline")
     model = args.model or ensure_model()
-    print(json.dumps(measure(model, args.running, args.steps, args.prompt, config), indent=2))
+    print(json.dumps(measure(model, args.running, args.steps, args.prompt, config, args.caching), indent=2))
 
 
 if __name__ == "__main__":

@@ -176,7 +176,7 @@ def table(results: list[Result], load: Load) -> Table:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--degrees", default="1,2,4,8", help="requests that share a prefix, separated by commas")
-    parser.add_argument("--block-sizes", default="32,16")
+    parser.add_argument("--block-sizes", default="32")
     parser.add_argument("--modes", default="fill,pack", help=f"compared with {BASELINE}")
     parser.add_argument("--policy", default="h2o")
     parser.add_argument("--requests", type=int, default=8)

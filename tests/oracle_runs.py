@@ -12,7 +12,7 @@ from vtoken.config import VTokenConfig
 from vtoken.core.trace import Trace
 
 Tiny = Callable[[str], Path]
-SINKS, RECENT = 4, 32
+BUDGET, SINKS, RECENT = 64, 4, 32
 OUTPUTS = 24
 TINY = {"skip_tokenizer_init": True, "max_num_batched_tokens": 96}  # prompts come in parts, beside decoding neighbours
 
@@ -22,7 +22,7 @@ def tiny_jobs() -> list[Job]:
 
 
 def settings(**options: Any) -> VTokenConfig:
-    return VTokenConfig(**{"budget": 64, "sinks": SINKS, "recent": RECENT, "record_trace": True, **options})
+    return VTokenConfig(**{"budget": BUDGET, "sinks": SINKS, "recent": RECENT, "record_trace": True, **options})
 
 
 def run(
@@ -36,13 +36,16 @@ def run(
 def check(
     reference: Any, jobs: list[Job], answers: dict, traces: dict[str, Trace], score: Any, chunk: int = 10**9
 ) -> int:
-    """Hold every request to both oracles, in each life of its cache; how many victims were compared with survivors."""
-    compared = 0
+    """Hold every request to both oracles, in each life of its cache; how many victims were compared with survivors.
+
+    ``chunk``: prompts are reduced at its multiples, from the first one on at which the budget is exceeded.
+    """
+    compared, first = 0, ((BUDGET - 1) // chunk + 1) * chunk
     for job in jobs:
         answer, known = answers[job.name], len(job.prompt)
         oracle.check(reference, job.prompt, answer.token_ids, traces[job.name], answer.logits)
         for life in traces[job.name].incarnations:
-            parts = Settings(job.prompt, [*range(chunk, known, chunk), known], SINKS, RECENT)
+            parts = Settings(job.prompt, [*range(first, known, chunk), known], SINKS, RECENT)
             compared += check_victims(reference, [*job.prompt, *answer.token_ids], life, score, parts)
             known = max(known, oracle.length(life) + 1)  # what the next one has to compute before it decodes
     return compared

@@ -13,7 +13,7 @@ POLICIES = ["streaming_llm", "random", "key_norm", "tova", "h2o", "snapkv", "sci
 
 
 def settings(rng: np.random.Generator) -> dict[str, Any]:
-    """Of an engine whose pool is too small for what arrives."""
+    """Of the engine."""
     window = int(rng.choice([1, 4, 20]))
     recent = int(rng.choice([window, window + 5]))
     mode = str(rng.choice(["fill", "fill", "fill", "pack", "none"]))
@@ -45,6 +45,7 @@ class Soak:
 
     Attributes:
         options: of the engine.
+        crowded: the pool is so small that requests are preempted all the time.
         seen: how often what is to be tested has happened.
     """
 
@@ -52,19 +53,22 @@ class Soak:
         self.rng = np.random.default_rng(seed)
         self.options = settings(self.rng)
         self.seen: Counter[str] = Counter()
-        num_blocks, batched = int(self.rng.integers(24, 34)), int(self.rng.choice([48, 100, 300]))
+        self.crowded = bool(self.rng.random() < 0.7)
+        num_blocks = int(self.rng.integers(17, 26)) if self.crowded else int(self.rng.integers(30, 70))
+        batched = int(self.rng.choice([48, 100, 300]))
         self.engine = make(num_blocks, seqs=10, batched=batched, caching=True, **self.options)
         self.lazy = bool(self.rng.random() < 0.5)
         if self.lazy:
             self.engine.runner.use_copies(LazyCopyEngine)
-        self._trunks = [self.rng.integers(0, 61, 160).tolist() for _ in range(3)]
+        self._trunks = [self.rng.integers(0, 61, 110).tolist() for _ in range(self.rng.integers(1, 4))]
 
     def run(self, steps: int) -> Counter[str]:
         """So many steps of arrivals, and as many as it takes until nothing is left."""
         rng, engine = self.rng, self.engine
         for _ in range(steps):
             for req_id in NAMES:
-                if req_id not in engine.scheduler.requests and rng.random() < 0.15:
+                few_wait = len(engine.scheduler.waiting) < 4
+                if few_wait and req_id not in engine.scheduler.requests and rng.random() < 0.15:
                     self._arrive(req_id)
             few = rng.random() < 0.15
             engine.scheduler.max_num_scheduled_tokens = int(rng.choice([1, 3, 40])) if few else 10**5
@@ -86,17 +90,17 @@ class Soak:
 
     def _arrive(self, req_id: str) -> None:
         rng, config = self.rng, self.engine.config
-        trunk, branch = self._trunks[rng.integers(len(self._trunks))], int(rng.integers(0, 160))
-        tokens = trunk[:branch] + rng.integers(0, 61, int(rng.integers(1, 50))).tolist()
+        trunk, branch = self._trunks[rng.integers(len(self._trunks))], int(rng.integers(0, 110))
+        tokens = trunk[:branch] + rng.integers(0, 61, int(rng.integers(1, 40))).tolist()
         floor = config.protected_with(len(tokens))
         budgets = [floor, int(rng.integers(floor, floor + 90)), float(rng.integers(1, 101)) / 100, None, 10**6]
-        budget = budgets[rng.choice(5, p=[0.15, 0.25, 0.1, 0.1, 0.4])]
-        outputs = int(rng.integers(1, 70)) if budget != 10**6 else int(rng.integers(40, 130))
+        budget = budgets[rng.choice(5, p=[0.15, 0.2, 0.1, 0.1, 0.45])]
+        outputs = int(rng.integers(1, 40)) if budget != 10**6 else int(rng.integers(40, 90))
         self.engine.add(req_id, tokens=tokens, outputs=outputs, budget=budget)
         self.seen["requests"] += 1
 
     def _abort_some(self) -> None:
         living = sorted(self.engine.scheduler.requests)
-        if living and self.rng.random() < 0.04:
+        if living and self.rng.random() < 0.03:
             self.engine.abort(str(self.rng.choice(living)))
             self.seen["aborts"] += 1

@@ -23,7 +23,6 @@ def stock(tiny_gqa: Path) -> Any:
 SOMETHING = SimpleNamespace()
 # Option -> attribute of the configuration, and the value that has to be refused.
 FORBIDDEN: dict[str, tuple[str, Any]] = {
-    "enable_prefix_caching=True": ("cache_config.enable_prefix_caching", True),
     "async_scheduling=True": ("scheduler_config.async_scheduling", True),
     "vLLM's V2 model runner": ("use_v2_model_runner", True),
     "speculative decoding": ("speculative_config", SOMETHING),

@@ -87,7 +87,7 @@ class TestMapping:
             (break_swapped_tokens, "the two maps of request a are not each other's inverse"),
             (break_block_count, "request a miscounts a block"),
             (break_count_of_a_block_that_left, "request b counts tokens in a block it left"),
-            (break_block_of_two_requests, "block 2 is held by a and by b"),
+            (break_block_of_two_requests, "block 2 is held by a and by b, and one of them may write into it"),
             (break_block_held_twice, "request a holds a block twice"),
         ],
     )

@@ -127,8 +127,8 @@ class TestPlanFill:
 class TestFillReclamation:
     def test_a_request_in_steady_state_is_not_looked_at(self) -> None:
         table, rows, _ = holed_table(3, requests=2)
-        plan = FillReclamation(table).plan(rows, ints(1, 1), ints(1, 1))
-        assert len(plan.rows) == 0 and len(plan.moves) == 0
+        done = FillReclamation(table).reclaim(rows, ints(1, 1), ints(1, 1))
+        assert (len(done.rows), len(done.sources), done.moved, done.changes) == (0, 0, 0, {})
 
     def test_only_the_requests_that_forgot_more_are_planned(self) -> None:
         table = TokenTable(S)
@@ -137,24 +137,22 @@ class TestFillReclamation:
             table.sync_new_tokens(ints(row), np.array(blocks, dtype=np.int32), ints(2), ints(8))
         rows = table.rows("ab")
         table.evict_tokens(rows[[0, 1, 1, 1, 1]], ints(3, 0, 2, 4, 5))
-        plan = FillReclamation(table).plan(rows, ints(1, 4), ints(1, 1))
-        assert plan.rows.tolist() == [int(rows[1])]
-        assert pairs(plan) == [(int(rows[1]), 6, 0), (int(rows[1]), 7, 2)]
-        assert plan.keep_blocks.tolist() == [2]
-        FillReclamation(table).commit(plan)
+        done = FillReclamation(table).reclaim(rows, ints(1, 4), ints(1, 1))
+        assert (done.rows.tolist(), done.moved, table.num_blocks[rows].tolist()) == ([], 2, [2, 2])
+        assert done.sources.tolist() == [3 * S + 2, 3 * S + 3] and done.destinations.tolist() == [2 * S, 2 * S + 2]
         assert table.logical_at[rows[1], :8].tolist() == [6, 1, 7, 3, HOLE, HOLE, HOLE, HOLE]
 
     def test_planning_writes_nothing(self) -> None:
         table, rows, evicted = holed_table(5)
         before = table.logical_at.copy(), table.physical_of.copy(), table.num_blocks.copy()
-        FillReclamation(table).plan(rows, evicted, np.zeros_like(evicted))
+        FillReclamation(table).plan(rows, np.zeros_like(evicted))
         after = table.logical_at, table.physical_of, table.num_blocks
         assert all(np.array_equal(a, b) for a, b in zip(before, after, strict=True))
 
     def test_a_stale_plan_is_refused_by_the_table(self) -> None:
         table, rows, evicted = holed_table(7)
         reclamation = FillReclamation(table)
-        plan = reclamation.plan(rows, evicted, np.zeros_like(evicted))
+        plan = reclamation.plan(rows, np.zeros_like(evicted))
         assert len(plan.moves) > 0
         reclamation.commit(plan)
         with pytest.raises(ValueError, match="move"):

@@ -109,9 +109,8 @@ def no_other_engine() -> None:
     "engine_args, sentence",
     [
         (
-            {"enable_prefix_caching": True},
-            "vtoken: enable_prefix_caching=True is not supported yet; "
-            "set enable_prefix_caching=False (--no-enable-prefix-caching).",
+            {"scheduling_policy": "priority"},
+            "vtoken: priority scheduling is not supported yet; set scheduling_policy='fcfs'.",
         ),
         (
             {"num_gpu_blocks_override": 32},

@@ -21,13 +21,13 @@ def soak(make: MakeEngine, seed: int, steps: int) -> Counter[str]:
     except BaseException as error:
         error.add_note(f"soak: VTOKEN_SOAK_SEED={seed} (lazy copies: {load.lazy}) {load.options}")
         raise
-    assert min(seen[name] for name in ("requests", "preemptions", "hits", "evicted", "reclaimed")) > 0, (seed, seen)
+    assert min(seen[name] for name in ("requests", "hits", "evicted", "reclaimed")) > 0, (seed, seen)
     return seen
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(16))
 def test_nothing_is_lost_in_the_long_run(make: MakeEngine, seed: int) -> None:
-    soak(make, seed, steps=120)
+    assert soak(make, seed, steps=200)["preemptions"] > 0
 
 
 @pytest.mark.skipif(not SECONDS, reason="takes as long as one likes: make soak")
@@ -37,4 +37,5 @@ def test_for_a_given_time(make: MakeEngine) -> None:
     while time.monotonic() < end:
         total += soak(make, seed, steps=400)
         seed += 1
+    assert total["preemptions"] > 0
     print(f"\nsoak: seeds {FIRST_SEED} to {seed - 1}: {dict(total)}")

@@ -51,9 +51,9 @@ class Cadence:
         """The most leading tokens that a request with a budget may take from the prefix cache.
 
         Up to where its prompt is reduced for the first time, so that the result does not depend on what is cached, and
-        without the queries that its policy has to look at.
+        without the queries that its policy has to look at; one at least is computed, and then the reduction follows.
         """
-        return max(int(self.next_reduction(1, prefill_end, budget)) - self.own_queries, 0)
+        return max(int(self.next_reduction(1, prefill_end, budget)) - max(self.own_queries, 1), 0)
 
     def peak_length(self, tokens: int, budget: int) -> int:
         """The most tokens that a request with a budget ever attends if its prefill has this many."""

@@ -127,6 +127,7 @@ class FillReclamation(Reclamation):
         self.commit(plan)
         table.remove_blocks(owner, column)
         changes = {row: self._change(row, before[row]) for row in before.keys() & set(reported.tolist())}
+        changes = {row: change for row, change in changes.items() if change.freed}
         return Reclaimed(
             np.union1d(shrinking, np.array(list(before), dtype=np.int64)),
             sources,
