@@ -5,6 +5,9 @@ on, and H2O keeps half of the prompt. A block that several requests hold counts 
 block once it is empty; fill packs what is a request's own, and leaves blocks that are shared, with their dead tokens
 masked, where that takes fewer blocks than a copy for each. pack packs whenever there is anything to pack, however much
 memory is free. Prompts are passages of Python's own library.
+
+What a request generates is its own, so naive eviction goes on growing while it decodes: the figures are means over all
+steps in which all requests decode, and beside them stand the first and the last eight of these.
 """
 
 import argparse
@@ -30,6 +33,7 @@ MODES: dict[str, dict[str, Any]] = {
     "fill": {"reclaim": "fill"},
     "pack": {"reclaim": "pack", "low_watermark": 1.0, "check_interval": 1, "headroom": 0.1},
 }
+ENDS = 8
 TARGET = 0.28
 """By how much fill has to hold fewer blocks than naive eviction, whatever the degree of sharing."""
 
@@ -42,6 +46,7 @@ class Load:
     outputs: int
     budget: float
     policy: str
+    policy_options: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,7 @@ class Result:
     """One run; blocks are means over its steps of steady decoding.
 
     Attributes:
-        blocks_per_request: distinct blocks held over requests.
+        blocks_per_request: distinct blocks held over requests; ``at_first`` and ``at_last`` in the outermost steps.
         blocks_without_sharing: blocks of all requests' lists over requests.
         hit_tokens: tokens that were taken from the prefix cache.
     """
@@ -58,6 +63,8 @@ class Result:
     degree: int
     mode: str
     blocks_per_request: float
+    at_first: float
+    at_last: float
     blocks_without_sharing: float
     hit_tokens: int
     tokens_evicted: int
@@ -94,6 +101,8 @@ def run(engine: Any, asked: list[list[int]], load: Load, block_size: int, degree
         degree,
         mode,
         statistics.mean(held),
+        statistics.mean(held[:ENDS]),
+        statistics.mean(held[-ENDS:]),
         statistics.mean(statistics.mean(life.num_blocks[-len(held) :]) for life in lives),
         sum(life.prefix_hit for life in lives),
         after.tokens_evicted - before.tokens_evicted,
@@ -114,7 +123,14 @@ def compare(
     for mode in modes:
         engine = make_engine(
             str(model),
-            VTokenConfig(policy=load.policy, budget=load.budget, record_trace=True, copies="inline", **MODES[mode]),
+            VTokenConfig(
+                policy=load.policy,
+                policy_options=load.policy_options,
+                budget=load.budget,
+                record_trace=True,
+                copies="inline",
+                **MODES[mode],
+            ),
             dtype=model_dtype(),
             enforce_eager=True,
             enable_prefix_caching=True,
@@ -166,7 +182,8 @@ def table(results: list[Result], load: Load) -> Table:
     for (block_size, degree), row in by_load.items():
         cells = [str(block_size), str(degree), f"{row[BASELINE].hit_tokens:,}"]
         for mode in modes:
-            cells += [f"{row[mode].blocks_per_request:.1f}", f"{row[mode].tokens_moved:,}"]
+            r = row[mode]
+            cells += [f"{r.blocks_per_request:.1f} ({r.at_first:.1f}-{r.at_last:.1f})", f"{r.tokens_moved:,}"]
             if mode != BASELINE:
                 cells.append(f"{against[block_size, degree, mode]:.3f}")
         shown.add_row(*cells)
@@ -179,15 +196,24 @@ def main() -> None:
     parser.add_argument("--block-sizes", default="32")
     parser.add_argument("--modes", default="fill,pack", help=f"compared with {BASELINE}")
     parser.add_argument("--policy", default="h2o")
+    parser.add_argument("--policy-options", default="{}", help="as JSON")
     parser.add_argument("--requests", type=int, default=8)
-    parser.add_argument("--shared", type=int, default=512)
-    parser.add_argument("--private", type=int, default=512)
-    parser.add_argument("--outputs", type=int, default=64)
+    parser.add_argument("--shared", type=int, default=256)
+    parser.add_argument("--private", type=int, default=256)
+    parser.add_argument("--outputs", type=int, default=256)
     parser.add_argument("--budget", type=float, default=0.5)
     parser.add_argument("--model", type=Path)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    load = Load(args.requests, args.shared, args.private, args.outputs, args.budget, args.policy)
+    load = Load(
+        args.requests,
+        args.shared,
+        args.private,
+        args.outputs,
+        args.budget,
+        args.policy,
+        json.loads(args.policy_options),
+    )
     sizes, degrees = ([int(n) for n in text.split(",")] for text in (args.block_sizes, args.degrees))
     modes, model, console = [BASELINE, *args.modes.split(",")], args.model or ensure_model(), Console(width=160)
     results: list[Result] = []

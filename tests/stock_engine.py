@@ -5,9 +5,9 @@ from copy import deepcopy
 from typing import Any
 
 import torch
+from bare_runner import LAYERS, sampled_token
 from content_marks import ContentMarks
 from reference_cache import S
-from stub_runner import LAYERS, sampled_token
 from stub_worker import new_request, vllm_config_for
 from vllm.config import ModelConfig
 from vllm.v1.core.sched.scheduler import Scheduler

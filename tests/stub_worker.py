@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from bare_runner import LAYERS, POISON
 from content_marks import ContentMarks
 from reference_cache import AppendingReference, CachingReference, S, blocks_for
-from stub_runner import LAYERS, POISON, StubRunner
+from stub_runner import StubRunner
 from vllm import SamplingParams
 from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
@@ -29,6 +30,8 @@ from vtoken.vllm_plugin.compat import VTokenScheduler, plan_of
 from vtoken.vllm_plugin.kv_cache import EvictableAttentionSpec
 from vtoken.vllm_plugin.plugin import AdditionalConfig
 from vtoken.vllm_plugin.protocol import StepReport
+
+LINGERING = 3
 
 
 @dataclass
@@ -74,6 +77,7 @@ class StubEngine:
         self.preemptions = 0
         self.content = ContentMarks() if caching else None
         self.runner.pool, self.runner.content = self.pool, self.content
+        self._alone: Counter[str] = Counter()
         self._free_blocks = self.pool.free_blocks
         self.pool.free_blocks = self._free_once
 
@@ -116,6 +120,7 @@ class StubEngine:
                 step.finished[one.request_id] = str(one.finish_reason)
         assert not hasattr(EMPTY_MODEL_RUNNER_OUTPUT, "vtoken_report")
         self.check()
+        self._check_nobody_lingers(output)
         return step
 
     def run(self, limit: int = 2000) -> list[Step]:
@@ -203,6 +208,19 @@ class StubEngine:
         marks = self.runner.marks[:, :, 0].reshape(-1, self.pool.num_gpu_blocks, S)[:, list(wanted)]
         false = (marks != np.array(list(wanted.values())).reshape(-1, S)).any(axis=(0, 2))
         assert not false.any(), f"cached blocks {np.array(list(wanted))[false]} hold what their hash does not say"
+
+    def _check_nobody_lingers(self, output: Any) -> None:
+        """Who alone holds its read-only blocks leaves them, holes and all, while it decodes a few tokens."""
+        table = self.runner.vtoken.table
+        for req_id in output.num_scheduled_tokens:
+            if req_id not in self.runner.references or not self.manager.req_to_blocks.get(req_id):
+                self._alone.pop(req_id, None)
+            elif self.runner.references[req_id].steady and table.recycling:
+                read_only = int(table.read_only[table.rows([req_id])[0]])
+                blocks = self.manager.req_to_blocks[req_id][:read_only]
+                alone = read_only > 0 and all(block.ref_cnt == 1 for block in blocks)
+                self._alone[req_id] = self._alone[req_id] + 1 if alone else 0
+                assert self._alone[req_id] <= LINGERING, f"{req_id} keeps holes in blocks that are its own by now"
 
     def _free_once(self, blocks: Iterable[Any]) -> None:
         """In the place of the pool's own method: nobody may give back a reference that is not there."""

@@ -57,7 +57,6 @@ def test_default_plan_holds_four_full_requests() -> None:
     assert made.engine_args == {
         "dtype": "float32",
         "block_size": 32,
-        "enable_prefix_caching": False,
         "max_model_len": 60 * 32,
         "max_num_seqs": 64,
         "num_gpu_blocks_override": 241,

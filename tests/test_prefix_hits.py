@@ -1,5 +1,6 @@
 """What a request finds in the prefix cache, with eviction on: what stock vLLM finds, less what its policy looks at."""
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,7 @@ from stub_worker import StubEngine
 
 MakeEngine = Callable[..., StubEngine]
 READY = {"theta_f": 0.0, "low_watermark": 1.0, "check_interval": 1, "headroom": 0.05}
-OUTPUTS, BUDGET = 9, 40
+OUTPUTS, BUDGET = 7, 40
 
 TRUNK = np.random.default_rng(5).integers(0, 61, 200).tolist()
 PROMPTS = {
@@ -40,10 +41,11 @@ def hits(engine: StubEngine | StockEngine, order: tuple[str, ...], together: boo
     return [hit for _, hit in found]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def stock(stub_model_config: Any) -> Callable[..., list[int]]:
     """What stock vLLM finds."""
 
+    @functools.cache
     def find(order: tuple[str, ...], together: bool) -> list[int]:
         return hits(StockEngine(stub_model_config, 200, caching=True), order, together)
 

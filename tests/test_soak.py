@@ -14,7 +14,7 @@ SECONDS = float(os.environ.get("VTOKEN_SOAK_SECONDS", "0"))
 FIRST_SEED = int(os.environ.get("VTOKEN_SOAK_SEED", "1000"))
 
 
-def soak(make: MakeEngine, seed: int, steps: int) -> Counter[str]:
+def soak(make: MakeEngine, seed: int, steps: int) -> Soak:
     load = Soak(make, seed)
     try:
         seen = load.run(steps)
@@ -22,12 +22,13 @@ def soak(make: MakeEngine, seed: int, steps: int) -> Counter[str]:
         error.add_note(f"soak: VTOKEN_SOAK_SEED={seed} (lazy copies: {load.lazy}) {load.options}")
         raise
     assert min(seen[name] for name in ("requests", "hits", "evicted", "reclaimed")) > 0, (seed, seen)
-    return seen
+    return load
 
 
 @pytest.mark.parametrize("seed", range(16))
 def test_nothing_is_lost_in_the_long_run(make: MakeEngine, seed: int) -> None:
-    assert soak(make, seed, steps=200)["preemptions"] > 0
+    load = soak(make, seed, steps=200)
+    assert load.seen["preemptions"] > 0 or not load.crowded
 
 
 @pytest.mark.skipif(not SECONDS, reason="takes as long as one likes: make soak")
@@ -35,7 +36,7 @@ def test_for_a_given_time(make: MakeEngine) -> None:
     """`make soak`: seeds from VTOKEN_SOAK_SEED on, for VTOKEN_SOAK_SECONDS; a failure names its seed."""
     end, seed, total = time.monotonic() + SECONDS, FIRST_SEED, Counter[str]()
     while time.monotonic() < end:
-        total += soak(make, seed, steps=400)
+        total += soak(make, seed, steps=400).seen
         seed += 1
     assert total["preemptions"] > 0
     print(f"\nsoak: seeds {FIRST_SEED} to {seed - 1}: {dict(total)}")

@@ -141,6 +141,10 @@ class LengthLedger:
         """Leading blocks that each request keeps as they are, shape [R]."""
         return self.read_only[[self._row_of[req_id] for req_id in req_ids]]
 
+    def read_only_requests(self) -> int:
+        """Requests that keep any."""
+        return int(np.count_nonzero(self.read_only))
+
     def keep_read_only(self, req_id: str, blocks: int) -> None:
         """Of the blocks that the request holds, the first so many stay as they are, beside what it may grow to."""
         row = self._row_of[req_id]

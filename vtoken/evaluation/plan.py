@@ -97,7 +97,6 @@ def engine_arguments(text_config: Any, num_blocks: int, max_model_len: int, *, e
     engine_args: dict[str, Any] = {
         "dtype": dtype,
         "block_size": BLOCK_SIZE,
-        "enable_prefix_caching": False,
         "max_model_len": max_model_len,
         "max_num_seqs": MAX_NUM_SEQS,
         "num_gpu_blocks_override": pool,

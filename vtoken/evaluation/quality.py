@@ -71,6 +71,8 @@ def make_quality_plan(model: Path, configs: Sequence[VTokenConfig], wishes: Wish
         )
     num_blocks = -(-longest.total_tokens // BLOCK_SIZE)
     engine_args = engine_arguments(text_config, num_blocks, min(num_blocks * BLOCK_SIZE, context), eager=True)
+    # What a policy knows must not depend on which prompt came before.
+    engine_args["enable_prefix_caching"] = False
     engine_args |= {"logits_processors": [FORCED_TOKENS_PROCESSOR], "logprobs_mode": "raw_logprobs"}
     return QualityPlan(model, engine_args, list(configs), questions, note)
 

@@ -91,15 +91,18 @@ class ReadOnlyBlocks:
             logical_length: tokens of their sequences after the step, [R].
         """
         decisions = Decisions()
+        look, self._references_changed = self._references_changed, False
         for index in np.flatnonzero((counts.evict > 0) & (counts.epoch == 0)).tolist():
             self._reduce_first(req_ids[index], index, counts, decisions)
-        if self._references_changed:
-            self._references_changed = False
-            kept = np.flatnonzero((self._ledger.read_only_blocks(req_ids) > 0) & counts.decodes & (counts.epoch > 0))
-            candidates = {req_ids[index]: index for index in kept.tolist()}
-            self._leave_private(candidates, counts, logical_length, decisions)
-            if self._leave_shared:
-                self._leave_together(candidates, counts, logical_length, decisions)
+        if not look:
+            return decisions
+        kept = self._ledger.read_only_blocks(req_ids) > 0
+        candidates = {req_ids[i]: i for i in np.flatnonzero(kept & counts.decodes & (counts.epoch > 0)).tolist()}
+        if len(candidates) < self._ledger.read_only_requests():  # somebody is left out of this step, or in a prompt
+            self._references_changed = True
+        self._leave_private(candidates, counts, logical_length, decisions)
+        if self._leave_shared:
+            self._leave_together(candidates, counts, logical_length, decisions)
         return decisions
 
     # -- inside -----------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from vllm.logger import init_logger
 
 from vtoken.config import VTokenConfig
 from vtoken.core.observed import AttendedQueries, QueryRuns
@@ -25,6 +26,8 @@ from vtoken.vllm_plugin.protocol import StepPlan, StepReport
 from vtoken.vllm_plugin.ranks import Ranks
 from vtoken.vllm_plugin.scores import KeyNorms, Observer, ScoreKeeper
 from vtoken.vllm_plugin.verification import Digests, Verifier
+
+logger = init_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -300,12 +303,14 @@ class EvictionWorker:
         nothing. Nobody else is harmed by a copy that fails: no block is written into by relocation that more than one
         request holds, and a block that a failed request gives back is read by nobody before it is written anew.
         """
+        logger.error("vtoken: a copy of tokens to other slots failed.", exc_info=failure)
         blocks = failure.destinations // self.table.block_size
         for req_id in self.table.req_ids:
             if np.isin(self.table.block_ids(req_id), blocks).any():
-                self._faults[req_id] = (
-                    f"vtoken: the K/V of request {req_id} can no longer be trusted, since a copy of its tokens to other "
-                    f"slots failed ({failure.__cause__!r})."
+                self._faults.setdefault(
+                    req_id,
+                    f"vtoken: the K/V of request {req_id} can no longer be trusted, since a copy of its tokens to "
+                    f"other slots failed ({failure.__cause__!r}).",
                 )
 
     def _record(self, dying: Ints, victims: Ints) -> None:
