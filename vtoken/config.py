@@ -93,7 +93,11 @@ class VTokenConfig(_Options):
         description="Evict whenever the length after the prompt reaches a multiple of this many tokens.",
     )
     observation_window: int = Field(
-        32, ge=1, le=MOST_TOKENS, description="Last queries of a prompt that snapkv and scissorhands look at; h2o never takes them from the prefix cache."
+        32,
+        ge=1,
+        le=MOST_TOKENS,
+        description="Last queries of a prompt that snapkv and scissorhands look at; h2o never takes them from the prefix "
+        "cache.",
     )
     score_interval: int = Field(
         1,

@@ -5,7 +5,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing.connection import wait
 from typing import Any
 
 from vtoken.config import VTokenConfig
@@ -210,13 +209,16 @@ def make_engine(
 
 
 def _tell_when_core_ends(client: Any) -> None:
-    """Whoever waits for a core that was killed would wait for ever: vLLM's synchronous client does not tell him."""
+    """Whoever waits for a core that was killed would wait for ever: vLLM's synchronous client does not tell him.
+
+    It notices, and ends the thread that takes in what the core puts out; nothing says so to who waits for that.
+    """
     from vllm.v1.engine.exceptions import EngineDeadError
 
-    outputs, processes = client.outputs_queue, client.resources.engine_manager.processes
+    outputs, intake = client.outputs_queue, client.output_queue_thread
 
     def tell() -> None:
-        wait([process.sentinel for process in processes])  # unlike join, it leaves the exit code to vLLM's own watch
+        intake.join()
         outputs.put(EngineDeadError())
 
     threading.Thread(target=tell, name="vtoken-core-watch", daemon=True).start()
