@@ -31,6 +31,7 @@ BASELINE = "none"
 MODES: dict[str, dict[str, Any]] = {
     BASELINE: {"reclaim": "none"},
     "fill": {"reclaim": "fill"},
+    "keep": {"reclaim": "fill", "shared_blocks": "keep"},
     "pack": {"reclaim": "pack", "low_watermark": 1.0, "check_interval": 1, "headroom": 0.1},
 }
 ENDS = 8

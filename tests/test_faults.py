@@ -268,7 +268,6 @@ class TestCachedBlocks:
         assert steps[0].output.num_scheduled_tokens["c"] == 96 - 80
         assert ends(steps) == {"b": "length", "c": "length"} and said(steps) == {}
 
-    @pytest.mark.xfail(strict=True, reason="the hashes of blocks that a failed request never wrote are not dropped yet")
     def test_what_a_failed_request_never_wrote_is_not_found_by_others(self, make: MakeEngine) -> None:
         """Its blocks are registered when it is scheduled; then the worker finds that its table has lost it."""
         engine = make(101, caching=True, batched=32, seqs=4)
@@ -280,6 +279,24 @@ class TestCachedBlocks:
         engine.add("c", prompt=96, outputs=10, budget=40)
         steps = engine.run()
         assert steps[0].output.num_scheduled_tokens["c"] == 32 and ends(steps) == {"c": "length"}
+
+    def test_who_has_found_it_in_the_same_step_ends_as_well(self, make: MakeEngine) -> None:
+        """And who has found what that one was to compute."""
+        engine = make(101, caching=True, batched=64, seqs=4)
+        engine.add("a", prompt=96, outputs=10, budget=40)
+        engine.step()
+        engine.add("b", prompt=112, outputs=10, budget=40)
+        engine.add("other", tokens=[9] * 10, outputs=4, budget=40)
+        engine.runner.vtoken.table.drop_request("a")
+        engine.runner.broken = {"a", "b"}
+        step = engine.step()
+        assert step.output.num_scheduled_tokens == {"a": 32, "b": 16, "other": 10}
+        assert step.finished == {"a": "error", "b": "error"} and list(step.report.errors) == ["a"]
+        assert not step.tokens.get("b")
+        engine.add("c", prompt=112, outputs=2, budget=40)
+        # Of the four blocks that were right, b has just given up three: those are forgotten too.
+        assert engine.step().output.scheduled_new_reqs[0].num_computed_tokens == 16
+        engine.run()
 
 
 class TestSeveralCopiesBeforeAWait:

@@ -96,8 +96,8 @@ class VTokenConfig(_Options):
         32,
         ge=1,
         le=MOST_TOKENS,
-        description="Last queries of a prompt that snapkv and scissorhands look at; h2o never takes them from the prefix "
-        "cache.",
+        description="Last queries of a prompt that snapkv and scissorhands look at, and that h2o computes whatever is "
+        "cached.",
     )
     score_interval: int = Field(
         1,

@@ -183,12 +183,13 @@ class EvictionScheduler:
         """
         if not self._under_way:
             raise RuntimeError(f"vtoken: a result of step {plan.step} arrived when no step was under way")
-        step = self._under_way.popleft()
+        step = self._under_way[0]
         if step.number != plan.step or (report is not None and report.step != step.number):
             reported = report.step if report is not None else None
             raise RuntimeError(f"vtoken: step {step.number} was settled with plan {plan.step} and report {reported}")
         if report is None and plan.req_ids:
             raise RuntimeError(f"vtoken: the worker's report for step {step.number} is missing")
+        self._under_way.popleft()
         if report is None:
             return {}
         freed = step.released + self._change_lists(step, report.changes)
@@ -203,7 +204,31 @@ class EvictionScheduler:
             self._read_only.references_changed()
         self.stats.tokens_evicted += report.evicted
         self.stats.tokens_moved += report.moved
-        return report.errors
+        errors = {req_id: sentence for req_id, sentence in report.errors.items() if req_id not in step.lost}
+        return errors | self._never_written(plan, errors, freed) if errors else {}
+
+    def _never_written(self, plan: StepPlan, errors: Mapping[str, str], freed: list[Any]) -> dict[str, str]:
+        """What a refused request was to compute in this step has been registered, and is not there.
+
+        Nobody may find it, and whoever has found it already, in the same step, has read what is not there. Blocks that
+        have left their requests with this step may be among them: better to lose some that are right.
+        """
+        misled: dict[str, str] = {}
+        place = {req_id: index for index, req_id in enumerate(plan.req_ids)}
+        refused = [req_id for req_id in errors if req_id in place]
+        while refused:
+            req_id = refused.pop()
+            index = place[req_id]
+            if plan.counts.epoch[index]:
+                continue  # it registers nothing any more
+            self._pool.evict_blocks({block.block_id for block in freed})
+            blocks = self._lists.blocks_of(req_id)[int(plan.counts.length[index]) // self._ledger.block_size :]
+            self._pool.evict_blocks({block.block_id for block in blocks})
+            for other in self._lists.holders_of(blocks):
+                if other not in errors and other not in misled and other in place:
+                    misled[other] = f"vtoken: request {other} began with tokens that request {req_id} did not compute."
+                    refused.append(other)
+        return misled
 
     def _change_lists(self, step: StepUnderWay, changes: Mapping[str, BlockChange]) -> list[Any]:
         """Follow what the worker did to the requests' blocks; what nobody holds any more, grants included."""
