@@ -115,3 +115,14 @@ def test_blocks_that_nobody_holds_do_need_room(make: MakeEngine) -> None:
     assert list(step.output.num_scheduled_tokens) == ["c"]
     engine.run()
     assert engine.preemptions == 0
+
+
+@pytest.mark.parametrize("prefill_chunk", [16, 160, 512])
+def test_a_part_that_is_longer_than_the_prompt_takes_no_more_room_than_it(make: MakeEngine, prefill_chunk: int) -> None:
+    """Ten requests share ten blocks and take four each besides: they all run at once."""
+    trunk = [n * 7 % 61 for n in range(10 * S)]
+    engine = make(60, caching=True, prefill_evict="chunked", prefill_chunk=prefill_chunk)
+    for n in range(10):
+        engine.add(f"r{n}", tokens=[*trunk, *[n] * 5], outputs=30, budget=64)
+    most = max(len(step.output.num_scheduled_tokens) for step in engine.run(limit=300))
+    assert (most, engine.preemptions) == (10, 0)

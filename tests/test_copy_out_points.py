@@ -183,6 +183,20 @@ def test_two_that_share_leave_together_where_that_takes_fewer_blocks(make: MakeE
     engine.run()
 
 
+def test_two_leave_later_once_their_copies_take_fewer_blocks(make: MakeEngine) -> None:
+    """Twenty shared blocks, ten for each copy: no gain; as shared tokens die, each has more of its own already."""
+    engine = make(100, caching=True, policy="random")
+    for n in range(2):
+        engine.add(f"r{n}", tokens=[n * n % 61 for n in range(20 * S)] + [n] * 5, outputs=120, budget=170)
+    engine.step()
+    assert engine.manager.ledger.read_only_blocks(["r0", "r1"]).tolist() == [20, 20]
+    for _ in range(100):
+        engine.step()
+    assert engine.manager.ledger.read_only_blocks(["r0", "r1"]).tolist() == [0, 0]
+    assert [len(engine.block_ids(f"r{n}")) for n in range(2)] == [-(-170 // S)] * 2
+    engine.run()
+
+
 @timing
 def test_no_room_for_a_copy(make: MakeEngine, copies: type) -> None:
     """Seven blocks are all there is: their hashes go, and they are filled in place."""

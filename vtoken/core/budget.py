@@ -48,9 +48,10 @@ def longest_request(config: VTokenConfig, max_length: int) -> int:
     """The most slots that a request of this length ever takes under the engine's own budget."""
     if config.reclaim != "fill":  # a budget bounds what is attended, not the holes
         return max_length
-    if config.protect_prompt:  # a prompt that leaves no room for anything else within a count of tokens is refused
-        return min(config.budget, max_length) if isinstance(config.budget, int) else max_length
-    budget = resolve_budget(config, RequestOptions(), max_length)
+    if isinstance(config.budget, int):
+        budget = config.budget  # of prompts that need more to be protected none is taken
+    else:
+        budget = resolve_budget(config, RequestOptions(), max_length)
     return max_length if budget >= max_length else cadence_of(config).peak_length(max_length, budget)
 
 

@@ -141,15 +141,14 @@ class LengthLedger:
         """Leading blocks that each request keeps as they are, shape [R]."""
         return self.read_only[[self._row_of[req_id] for req_id in req_ids]]
 
-    def read_only_requests(self) -> int:
-        """Requests that keep any."""
-        return int(np.count_nonzero(self.read_only))
-
     def keep_read_only(self, req_id: str, blocks: int) -> None:
         """Of the blocks that the request holds, the first so many stay as they are, beside what it may grow to."""
         row = self._row_of[req_id]
         self.read_only[row] = blocks
-        self.peak_blocks[row] = self._grown(blocks, int(self.budget[row]))
+        own = int(self.budget[row])
+        if self.prefilling[row]:  # parts of the prompt are still to come
+            own = self.cadence.peak_length(int(self.prefill_end[row]), own)
+        self.peak_blocks[row] = blocks + self._blocks_for(own)
 
     def follow(self, returned: Mapping[str, int]) -> None:
         """By how much these requests' positions are fewer than the tokens of their sequences."""
@@ -168,8 +167,10 @@ class LengthLedger:
         row = self._row_of[req_id]
         budget = int(self.budget[row])
         if budget and self.dense:
-            peak = self._blocks_for(self.cadence.peak_length(tokens, budget))
-            self.peak_blocks[row] = max(peak, self._grown(shared, budget)) if shared else peak
+            peak = self.cadence.peak_length(tokens, budget)
+            in_parts = int(self.cadence.next_reduction(1, tokens, budget)) < tokens
+            beside_shared = shared + self._blocks_for(peak if in_parts else budget) if shared else 0
+            self.peak_blocks[row] = max(self._blocks_for(peak), beside_shared)
         return int(self.peak_blocks[row])
 
     def most_blocks(self, req_id: str, final_length: int) -> int:
@@ -275,11 +276,6 @@ class LengthLedger:
     def dense_blocks(self, req_id: str) -> int:
         """Blocks that a request without holes takes when it decodes its next token."""
         return int(self._blocks_for(self.length[self._row_of[req_id]] + 1))
-
-    def _grown(self, shared: int, budget: int) -> int:
-        """Blocks of a request that has been reduced, beside so many that it shares, at its peak."""
-        tokens = budget - self.cadence.interval + self.cadence.chunk if self.cadence.chunk else budget
-        return shared + int(self._blocks_for(max(tokens, budget)))
 
     def _blocks_for(self, tokens: Any) -> Any:
         return -(-tokens // self.block_size)

@@ -19,6 +19,10 @@ from vtoken.core.ragged import Ints
 from vtoken.core.reclamation import BlockChange, CopyOut
 from vtoken.core.sharing import worth_leaving
 
+LOOK_EVERY = 16
+"""Steps after which it is looked who may leave shared blocks, whether or not somebody has left some: copies take fewer
+blocks as a request's own part grows, and not everybody is there in every step."""
+
 
 class Pool(Protocol):
     """What is needed of vLLM's block pool; its blocks have ``block_id`` and ``ref_cnt``."""
@@ -72,8 +76,9 @@ class ReadOnlyBlocks:
         self._pool = pool
         self._lists = lists
         self._leave_shared = leave_shared
-        self._tried: dict[str, int] = {}  # by request, from which of its read-only blocks on it was told to leave them
+        self._tried: dict[str, int] = {}  # by request, from which of its read-only blocks on it has been told to leave
         self._references_changed = False
+        self._steps = 0
 
     def references_changed(self) -> None:
         """Somebody has left blocks that others may hold as well."""
@@ -92,15 +97,15 @@ class ReadOnlyBlocks:
             logical_length: tokens of their sequences after the step, [R].
         """
         decisions = Decisions()
-        look, self._references_changed = self._references_changed, False
+        self._steps += 1
+        look = self._references_changed or self._steps % LOOK_EVERY == 0
+        self._references_changed = False
         for index in np.flatnonzero((counts.evict > 0) & (counts.epoch == 0)).tolist():
             self._reduce_first(req_ids[index], index, counts, decisions)
         if not look:
             return decisions
         kept = self._ledger.read_only_blocks(req_ids) > 0
         candidates = {req_ids[i]: i for i in np.flatnonzero(kept & counts.decodes & (counts.epoch > 0)).tolist()}
-        if len(candidates) < self._ledger.read_only_requests():  # somebody is left out of this step, or in a prompt
-            self._references_changed = True
         self._leave_private(candidates, counts, logical_length, decisions)
         if self._leave_shared:
             self._leave_together(candidates, counts, logical_length, decisions)
@@ -140,11 +145,13 @@ class ReadOnlyBlocks:
             if shared >= self._tried.get(req_id, read_only):
                 continue
             if shared:
-                self._tried[req_id] = shared
                 most = read_only - shared - 1
-                if 0 < most <= self._pool.get_num_free_blocks():
+                granted = min(most, self._pool.get_num_free_blocks())
+                if granted == most:  # if the worker declines, then since its copy takes as many blocks as it leaves
+                    self._tried[req_id] = shared
+                if granted:
                     decisions.read_only[req_id] = read_only
-                    self._grant(req_id, shared, most, decisions)
+                    self._grant(req_id, shared, granted, decisions)
                     del candidates[req_id]
             else:
                 self._leave(req_id, index, counts, int(logical_length[index]), decisions)
@@ -163,8 +170,7 @@ class ReadOnlyBlocks:
             copies[req_id] = self._copy_blocks(req_id, read_only)
         for group in worth_leaving(shared, references, copies):
             if sum(copies[req_id] for req_id in group) > self._pool.get_num_free_blocks():
-                self._references_changed = True  # another time
-                continue
+                continue  # another time
             for req_id in group:
                 index = candidates[req_id]
                 self._leave(req_id, index, counts, int(logical_length[index]), decisions)
