@@ -30,8 +30,9 @@ from vtoken.vllm_plugin.compat import VTokenScheduler, plan_of
 from vtoken.vllm_plugin.kv_cache import EvictableAttentionSpec
 from vtoken.vllm_plugin.plugin import AdditionalConfig
 from vtoken.vllm_plugin.protocol import StepReport
+from vtoken.vllm_plugin.read_only import LOOK_EVERY
 
-LINGERING = 3
+LINGERING = 3 * LOOK_EVERY
 
 
 @dataclass

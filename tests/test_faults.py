@@ -298,6 +298,20 @@ class TestCachedBlocks:
         assert engine.step().output.scheduled_new_reqs[0].num_computed_tokens == 16
         engine.run()
 
+    def test_a_refused_request_that_is_aborted_before_its_step_is_over(self, make: MakeEngine) -> None:
+        """Its blocks are gone by the time that the report comes in, and so must be their hashes."""
+        engine = make(101, caching=True, batched=64, seqs=4)
+        engine.add("a", prompt=96, outputs=10, budget=40)
+        engine.step()
+        engine.add("b", prompt=96, outputs=10, budget=40)
+        engine.runner.vtoken.table.drop_request("a")
+        engine.runner.broken = {"a", "b"}
+        step = engine.step(before_update=lambda: engine.abort("a"))
+        assert list(step.report.errors) == ["a"] and step.finished == {"b": "error"}
+        engine.add("c", prompt=96, outputs=2, budget=40)
+        assert engine.step().output.scheduled_new_reqs[0].num_computed_tokens <= 64
+        engine.run()
+
 
 class TestSeveralCopiesBeforeAWait:
     def engine(self, make: MakeEngine, fails: Callable[[list[str]], bool]) -> StubEngine:

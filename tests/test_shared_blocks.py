@@ -7,6 +7,8 @@ import pytest
 from reference_cache import S, blocks_for
 from stub_worker import LINGERING, StubEngine
 
+from vtoken.vllm_plugin.read_only import LOOK_AGAIN
+
 MakeEngine = Callable[..., StubEngine]
 TRUNK = np.random.default_rng(5).integers(0, 61, 200).tolist()
 
@@ -37,8 +39,8 @@ class TestTheLastHolder:
             engine.step(before_update=lambda: engine.abort("b"))
         else:
             engine.abort("b")
-        engine.step()
-        engine.step()
+        for _ in range(LOOK_AGAIN):
+            engine.step()
         assert read_only(engine, "a") == 0 and len(engine.block_ids("a")) == blocks_for(40)
         assert engine.pool.get_num_free_blocks() == 59 - blocks_for(40)
         engine.run()

@@ -53,9 +53,11 @@ class EvictableAttentionManager(FullAttentionManager):
         Keeping that free means that no admission leads to a preemption, as long as every running request has one.
         """
         tokens = self.ledger.physical_length(request_id, num_tokens)
-        # Hit blocks that others hold are there already; those that nobody holds have to be taken out of the free ones.
-        shared = len(new_computed_blocks) - self._get_num_evictable_blocks(new_computed_blocks)
-        peak = self.ledger.expect_prefill(request_id, num_tokens, shared) if apply_admission_cap else 0
+        peak = shared = 0
+        if apply_admission_cap:
+            # Hit blocks that others hold are there already; those that nobody holds are taken out of the free ones.
+            shared = len(new_computed_blocks) - self._get_num_evictable_blocks(new_computed_blocks)
+            peak = self.ledger.expect_prefill(request_id, num_tokens, shared)
         if peak:
             tokens = min(tokens, peak * self.block_size)
         needed = super().get_num_blocks_to_allocate(
@@ -100,7 +102,7 @@ class EvictableAttentionManager(FullAttentionManager):
 
     def blocks_of(self, request_id: str) -> list[KVCacheBlock]:
         """The request's own list, in the order of its positions."""
-        return self.req_to_blocks[request_id]
+        return self.req_to_blocks.get(request_id, [])
 
     def holders_of(self, blocks: Sequence[KVCacheBlock]) -> list[str]:
         """The requests that hold one of these blocks. Looks at all lists: for when something has gone wrong."""

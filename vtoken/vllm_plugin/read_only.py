@@ -19,9 +19,12 @@ from vtoken.core.ragged import Ints
 from vtoken.core.reclamation import BlockChange, CopyOut
 from vtoken.core.sharing import worth_leaving
 
-LOOK_EVERY = 16
-"""Steps after which it is looked who may leave shared blocks, whether or not somebody has left some: copies take fewer
-blocks as a request's own part grows, and not everybody is there in every step."""
+LOOK_EVERY, LOOK_AGAIN = 16, 4
+"""Steps from one look at who may leave shared blocks to the next, and how many at least where somebody has left some.
+
+Copies take fewer blocks as a request's own part grows, and not everybody is there in every step, so it is looked even
+when nobody has left; and in a busy server somebody leaves in nearly every step, while a look walks along block lists.
+"""
 
 
 class Pool(Protocol):
@@ -78,7 +81,7 @@ class ReadOnlyBlocks:
         self._leave_shared = leave_shared
         self._tried: dict[str, int] = {}  # by request, from which of its read-only blocks on it has been told to leave
         self._references_changed = False
-        self._steps = 0
+        self._since_look = LOOK_EVERY
 
     def references_changed(self) -> None:
         """Somebody has left blocks that others may hold as well."""
@@ -97,9 +100,10 @@ class ReadOnlyBlocks:
             logical_length: tokens of their sequences after the step, [R].
         """
         decisions = Decisions()
-        self._steps += 1
-        look = self._references_changed or self._steps % LOOK_EVERY == 0
-        self._references_changed = False
+        self._since_look += 1
+        look = self._since_look >= (LOOK_AGAIN if self._references_changed else LOOK_EVERY)
+        if look:
+            self._references_changed, self._since_look = False, 0
         for index in np.flatnonzero((counts.evict > 0) & (counts.epoch == 0)).tolist():
             self._reduce_first(req_ids[index], index, counts, decisions)
         if not look:
@@ -145,13 +149,12 @@ class ReadOnlyBlocks:
             if shared >= self._tried.get(req_id, read_only):
                 continue
             if shared:
-                most = read_only - shared - 1
-                granted = min(most, self._pool.get_num_free_blocks())
-                if granted == most:  # if the worker declines, then since its copy takes as many blocks as it leaves
+                # What the copy takes at most, and what it may take to be worth it: the worker knows, and declines.
+                most = min(self._copy_blocks(req_id, read_only), read_only - shared - 1)
+                if most <= self._pool.get_num_free_blocks():
                     self._tried[req_id] = shared
-                if granted:
                     decisions.read_only[req_id] = read_only
-                    self._grant(req_id, shared, granted, decisions)
+                    self._grant(req_id, shared, most, decisions)
                     del candidates[req_id]
             else:
                 self._leave(req_id, index, counts, int(logical_length[index]), decisions)

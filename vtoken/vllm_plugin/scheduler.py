@@ -43,14 +43,14 @@ class StepUnderWay:
         released: blocks that the worker still reads in this step; the pool's again when its result is in.
         granted: blocks that it may move tokens into.
         taken: blocks that requests have been given to move tokens into.
-        lost: requests whose blocks vLLM has taken meanwhile, so that what the worker did to them is void.
+        lost: requests whose blocks vLLM has taken meanwhile, and which; what the worker did to them is void.
     """
 
     number: int
     released: list[Any]
     granted: list[Any]
     taken: int = 0
-    lost: set[str] = field(default_factory=set)
+    lost: dict[str, list[Any]] = field(default_factory=dict)
 
 
 class EvictionScheduler:
@@ -127,7 +127,7 @@ class EvictionScheduler:
     def lose(self, req_id: str) -> None:
         """vLLM has taken the request's blocks: it is over, or preempted."""
         for step in self._under_way:
-            step.lost.add(req_id)
+            step.lost.setdefault(req_id, list(self._lists.blocks_of(req_id)))
         if self._read_only is not None:
             self._read_only.forget(req_id)
 
@@ -205,9 +205,11 @@ class EvictionScheduler:
         self.stats.tokens_evicted += report.evicted
         self.stats.tokens_moved += report.moved
         errors = {req_id: sentence for req_id, sentence in report.errors.items() if req_id not in step.lost}
-        return errors | self._never_written(plan, errors, freed) if errors else {}
+        return errors | self._never_written(step, plan, report.errors, freed) if report.errors else {}
 
-    def _never_written(self, plan: StepPlan, errors: Mapping[str, str], freed: list[Any]) -> dict[str, str]:
+    def _never_written(
+        self, step: StepUnderWay, plan: StepPlan, errors: Mapping[str, str], freed: list[Any]
+    ) -> dict[str, str]:
         """What a refused request was to compute in this step has been registered, and is not there.
 
         Nobody may find it, and whoever has found it already, in the same step, has read what is not there. Blocks that
@@ -222,13 +224,16 @@ class EvictionScheduler:
             if plan.counts.epoch[index]:
                 continue  # it registers nothing any more
             self._pool.evict_blocks({block.block_id for block in freed})
-            blocks = self._lists.blocks_of(req_id)[int(plan.counts.length[index]) // self._ledger.block_size :]
+            held = step.lost.get(req_id) or self._lists.blocks_of(req_id)
+            blocks = held[int(plan.counts.length[index]) // self._ledger.block_size :]
             self._pool.evict_blocks({block.block_id for block in blocks})
-            for other in self._lists.holders_of(blocks):
+            taken = {block.block_id for block in blocks}
+            over = [other for other, held in step.lost.items() if taken & {block.block_id for block in held}]
+            for other in self._lists.holders_of(blocks) + over:
                 if other not in errors and other not in misled and other in place:
                     misled[other] = f"vtoken: request {other} began with tokens that request {req_id} did not compute."
                     refused.append(other)
-        return misled
+        return {req_id: sentence for req_id, sentence in misled.items() if req_id not in step.lost}
 
     def _change_lists(self, step: StepUnderWay, changes: Mapping[str, BlockChange]) -> list[Any]:
         """Follow what the worker did to the requests' blocks; what nobody holds any more, grants included."""

@@ -63,8 +63,11 @@ class Verifier:
 
     def _placed(self, req_id: str) -> tuple[Ints, Ints]:
         table, tokens = self._table, self._table.live_tokens(req_id)
-        rows = np.full(len(tokens), table.rows([req_id])[0])
-        return tokens, table.slots(rows, table.physical_of[rows, tokens].astype(np.int64))
+        row = int(table.rows([req_id])[0])
+        positions = table.physical_of[row, tokens].astype(np.int64)
+        # A request that was refused in its first step never came to know the blocks of what it had found.
+        known = positions < table.num_blocks[row] * table.block_size
+        return tokens[known], table.slots(np.full(np.count_nonzero(known), row), positions[known])
 
     def _fault(self, req_id: str, then: _Before) -> str | None:
         tokens, slots = self._placed(req_id)
@@ -111,5 +114,5 @@ class Verifier:
     def _frozen(self, req_id: str) -> NDArray[np.bool_]:
         """Of each live token, in logical order, whether its block is one that the request writes no more."""
         table, rows = self._table, self._table.rows([req_id])
-        positions = table.physical_of[rows[0], table.live_tokens(req_id)]
+        positions = table.physical_of[rows[0], self._placed(req_id)[0]]
         return positions // table.block_size < table.frozen_blocks(rows)[0]
