@@ -20,11 +20,11 @@ from vtoken.vllm_plugin import make_engine
 
 
 def measure(
-    model: Path, running: int, steps: int, prompt: int, config: VTokenConfig, caching: bool
+    model: Path, running: int, steps: int, prompt: int, config: VTokenConfig, caching: bool, sharing: bool
 ) -> dict[str, float]:
     """Decode steps at a fixed number of running requests; medians and shares over them.
 
-    With ``caching``, the prompts begin with the same tokens, half of them all, which the first request has computed.
+    With ``sharing``, the prompts begin with the same tokens, half of them all, which the first request has computed.
     """
     timer = ExclusiveTimer()
     instrument(timer)
@@ -40,7 +40,7 @@ def measure(
         kv_cache_memory_bytes=4 << 30,
     )
     rng = np.random.default_rng(0)
-    shared = rng.integers(100, 40000, prompt // 2 if caching else 0)
+    shared = rng.integers(100, 40000, prompt // 2 if sharing else 0)
     for n in range(running):
         own = rng.integers(100, 40000, prompt - len(shared))
         engine.add_request(f"r{n}", np.concatenate([shared, own]).tolist(), steps + 40)
@@ -82,14 +82,15 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--budget", type=int, default=400)
     parser.add_argument("--interval", type=int, default=1)
-    parser.add_argument(
-        "--caching", action="store_true", help="prefix caching, and prompts that share their first half"
-    )
+    parser.add_argument("--caching", action=argparse.BooleanOptionalAction, default=True, help="prefix caching")
     parser.add_argument("--model", type=Path)
+    parser.add_argument("--sharing", action="store_true", help="prompts that share their first half")
     args = parser.parse_args()
     config = VTokenConfig(policy="streaming_llm", budget=args.budget, interval=args.interval, copies="inline")
     model = args.model or ensure_model()
-    print(json.dumps(measure(model, args.running, args.steps, args.prompt, config, args.caching), indent=2))
+    print(
+        json.dumps(measure(model, args.running, args.steps, args.prompt, config, args.caching, args.sharing), indent=2)
+    )
 
 
 if __name__ == "__main__":

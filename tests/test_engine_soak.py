@@ -70,7 +70,7 @@ def test_what_finished_is_exact(tiny: Tiny, options: dict[str, Any]) -> None:
     rng = np.random.default_rng(5)
     settings = {"budget": 60, "sinks": 4, "recent": 16, "observation_window": 16, "record_trace": True}
     config = VTokenConfig(**settings, **options)
-    model, work, answers, done = tiny("llama-gqa"), jobs(rng), {}, set()
+    model, work, answers, done, aborted = tiny("llama-gqa"), jobs(rng), {}, set[str](), 0
     with running(model, config, **ENGINE) as engine:
         waiting = list(work)
         while waiting or engine.has_unfinished():
@@ -80,19 +80,22 @@ def test_what_finished_is_exact(tiny: Tiny, options: dict[str, Any]) -> None:
                 engine.add_request(job.name, job.prompt, job.max_tokens, extra_args=extra, logprobs=-1)
             for progress in engine.step():
                 answers[progress.request_id] = Answer(progress.token_ids, progress.logprobs or [])
-                done |= {progress.request_id} if progress.finished else set()
+                if progress.finished:
+                    assert progress.finish_reason == "length"
+                    done.add(progress.request_id)
             check_books(engine)
             engine.snapshot()  # counts preemptions
             living = sorted(set(answers) - done)
-            if living and rng.random() < 0.03:
+            if living and rng.random() < 0.012:
                 gone = str(rng.choice(living))
                 engine.abort(gone)
                 del answers[gone]
+                aborted += 1
         snapshot, traces = engine.snapshot(), engine.take_traces()
     assert snapshot.held_blocks == 0 and snapshot.live_tokens == 0
-    assert snapshot.preemptions > 1 and snapshot.tokens_evicted > 500
+    assert snapshot.preemptions > 0 and snapshot.tokens_evicted > 500
     finished = [job for job in work if job.name in done]
-    assert REQUESTS - len(finished) < 20
+    assert len(finished) + aborted == REQUESTS and 0 < aborted < REQUESTS // 2
     lives = {job.name: traces[job.name].incarnations for job in finished}
     assert any(life.prefix_hit for each in lives.values() for life in each)
     # Those with most to tell come first: preempted ones, then those that took something from the cache.

@@ -1,5 +1,6 @@
 """Processes that die under a client: it is told so within a bounded time, and no process is left over."""
 
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from engines import prompts, running
 
 from vtoken.config import VTokenConfig
 
+EVERYTHING = bool(os.environ.get("VTOKEN_TEST_EVERYTHING"))
 LONG = 30.0
 """Seconds after which a client counts as hanging; nothing waits that long unless a test fails."""
 
@@ -95,7 +97,13 @@ def end_of(engine: Any) -> BaseException | None:
     return outcome[0]
 
 
-@pytest.mark.parametrize("victim", ["core", pytest.param("worker", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "victim",
+    [
+        "core",
+        pytest.param("worker", marks=pytest.mark.skipif(not EVERYTHING, reason="runs with VTOKEN_TEST_EVERYTHING=1")),
+    ],
+)
 def test_a_process_that_is_killed(tiny_gqa: Path, victim: str) -> None:
     from vllm.v1.engine.exceptions import EngineDeadError
 
