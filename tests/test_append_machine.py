@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from vtoken.core import audit
 from vtoken.core.planner import Packing
-from vtoken.core.reclamation import PackReclamation, Reclaimed
+from vtoken.core.reclamation import Due, PackReclamation, Reclaimed
 from vtoken.core.token_table import HOLE, Moves, TokenTable
 
 S = 4
@@ -89,7 +89,7 @@ class World:
         held = {r: len(blocks) for r, blocks in self.blocks.items()}
         grant = [self.free.pop(0) for _ in range(min(granted, len(self.free)))]
         evicted = ints([len(tokens) for tokens in victims.values()])
-        reclaimed = self.reclamation.reclaim(rows, evicted, np.ones_like(rows), list(grant))
+        reclaimed = self.reclamation.reclaim(Due(rows, evicted, np.ones_like(rows), list(grant)))
         audit.check_conservation(before, self.table)
         self.copy(reclaimed)
         names = dict(zip(reclaimed.rows.tolist(), self.table.req_ids_of(reclaimed.rows), strict=True))

@@ -7,7 +7,7 @@ import pytest
 
 from vtoken.core import audit
 from vtoken.core.planner import Packing, Plan, Snapshot, choose_packings, plan_fill, plan_packing
-from vtoken.core.reclamation import FillReclamation
+from vtoken.core.reclamation import Due, FillReclamation
 from vtoken.core.token_table import HOLE, TokenTable
 
 S = 4
@@ -127,7 +127,7 @@ class TestPlanFill:
 class TestFillReclamation:
     def test_a_request_in_steady_state_is_not_looked_at(self) -> None:
         table, rows, _ = holed_table(3, requests=2)
-        done = FillReclamation(table).reclaim(rows, ints(1, 1), ints(1, 1))
+        done = FillReclamation(table).reclaim(Due(rows, ints(1, 1), ints(1, 1)))
         assert (len(done.rows), len(done.sources), done.moved, done.changes) == (0, 0, 0, {})
 
     def test_only_the_requests_that_forgot_more_are_planned(self) -> None:
@@ -137,7 +137,7 @@ class TestFillReclamation:
             table.sync_new_tokens(ints(row), np.array(blocks, dtype=np.int32), ints(2), ints(8))
         rows = table.rows("ab")
         table.evict_tokens(rows[[0, 1, 1, 1, 1]], ints(3, 0, 2, 4, 5))
-        done = FillReclamation(table).reclaim(rows, ints(1, 4), ints(1, 1))
+        done = FillReclamation(table).reclaim(Due(rows, ints(1, 4), ints(1, 1)))
         assert (done.rows.tolist(), done.moved, table.num_blocks[rows].tolist()) == ([], 2, [2, 2])
         assert done.sources.tolist() == [3 * S + 2, 3 * S + 3] and done.destinations.tolist() == [2 * S, 2 * S + 2]
         assert table.logical_at[rows[1], :8].tolist() == [6, 1, 7, 3, HOLE, HOLE, HOLE, HOLE]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from vtoken.core import audit
-from vtoken.core.reclamation import BlockChange, CopyOut, FillReclamation
+from vtoken.core.reclamation import BlockChange, CopyOut, Due, FillReclamation
 from vtoken.core.token_table import HOLE, TokenTable
 
 S = 4
@@ -106,7 +106,7 @@ class TestLeaving:
     def reclaim(self, table: TokenTable, evicted: int, copy: CopyOut | None = None) -> object:
         rows = table.rows(["a"])
         copies = {} if copy is None else {int(rows[0]): copy}
-        result = FillReclamation(table).reclaim(rows, ints(evicted), ints(1), copy_outs=copies)
+        result = FillReclamation(table).reclaim(Due(rows, ints(evicted), ints(1), copy_outs=copies))
         audit.check_mapping(table)
         return result
 

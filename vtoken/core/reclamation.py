@@ -35,6 +35,27 @@ class CopyOut:
 
 
 @dataclass(frozen=True)
+class Due:
+    """What has happened between two forwards, and what may be done about it.
+
+    Attributes:
+        rows: requests that have just forgotten tokens, or leave read-only blocks, [R].
+        evicted: how many tokens each has forgotten, [R].
+        next_tokens: 1 if the next forward of the request computes a single token and may recycle a hole, [R].
+        granted: empty blocks that may be taken by whoever can be packed.
+        spare: requests of which nothing may be moved, since they are about to end with an error.
+        copy_outs: by row, for the requests that are to leave read-only blocks.
+    """
+
+    rows: Ints
+    evicted: Ints
+    next_tokens: Ints
+    granted: Sequence[int] = ()
+    spare: Ints = field(default_factory=lambda: NOTHING)
+    copy_outs: Mapping[int, CopyOut] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Reclaimed:
     """What has been written into the table, and what must be copied before a forward reads the cache again.
 
@@ -69,25 +90,8 @@ class Reclamation(ABC):
         self._table = table
 
     @abstractmethod
-    def reclaim(
-        self,
-        rows: Ints,
-        evicted: Ints,
-        next_tokens: Ints,
-        granted: Sequence[int] = (),
-        spare: Ints = NOTHING,
-        copy_outs: Mapping[int, CopyOut] | None = None,
-    ) -> Reclaimed:
-        """Between two forwards: plan, and write the plan into the table.
-
-        Args:
-            rows: requests that have just forgotten tokens, or leave read-only blocks, [R].
-            evicted: how many tokens each has forgotten, [R].
-            next_tokens: 1 if the next forward of the request computes a single token and may recycle a hole, [R].
-            granted: empty blocks that may be taken by whoever can be packed.
-            spare: requests of which nothing may be moved, since they are about to end with an error.
-            copy_outs: by row, for the requests that are to leave read-only blocks.
-        """
+    def reclaim(self, due: Due) -> Reclaimed:
+        """Between two forwards: plan, and write the plan into the table."""
 
 
 class FillReclamation(Reclamation):
@@ -97,31 +101,23 @@ class FillReclamation(Reclamation):
     requests that keep read-only blocks: nobody fills the holes there, and which tokens died there is for us to say.
     """
 
-    def reclaim(
-        self,
-        rows: Ints,
-        evicted: Ints,
-        next_tokens: Ints,
-        granted: Sequence[int] = (),
-        spare: Ints = NOTHING,
-        copy_outs: Mapping[int, CopyOut] | None = None,
-    ) -> Reclaimed:
-        table = self._table
-        moving = evicted > next_tokens
+    def reclaim(self, due: Due) -> Reclaimed:
+        table, rows = self._table, due.rows
+        moving = due.evicted > due.next_tokens
         before: dict[int, list[int]] = {}
-        for row, copy in (copy_outs or {}).items():
+        for row, copy in due.copy_outs.items():
             place = int(np.flatnonzero(rows == row)[0])
             blocks = table.blocks[row, : table.num_blocks[row]].tolist()
-            if self._leave(row, copy, int(next_tokens[place])):
+            if self._leave(row, copy, int(due.next_tokens[place])):
                 moving[place], before[row] = True, blocks[copy.keep :] + blocks[: copy.keep]
         reported = rows[table.read_only[rows] > 0]
-        if not moving.any() and not len(reported):  # recycling alone keeps everyone dense
-            return Reclaimed()
-        plan = self.plan(rows[moving], next_tokens[moving])
+        owner, column = _empty_blocks(table, reported, table.read_only[reported])
+        if not moving.any() and not len(owner):  # recycling alone keeps everyone dense
+            return Reclaimed(reported=reported, returned=table.length[reported] - table.dense_end(reported))
+        plan = self.plan(rows[moving], due.next_tokens[moving])
         moves = plan.moves
         sources, destinations = table.slots(moves.rows, moves.sources), table.slots(moves.rows, moves.destinations)
         shrinking = plan.rows[plan.keep_blocks < table.num_blocks[plan.rows]]
-        owner, column = _empty_blocks(table, reported, table.read_only[reported])
         for row in np.union1d(np.intersect1d(shrinking, reported), owner).tolist():
             before.setdefault(row, table.blocks[row, : table.num_blocks[row]].tolist())
         self.commit(plan)
@@ -178,16 +174,8 @@ class FillReclamation(Reclamation):
 class NaiveReclamation(Reclamation):
     """``reclaim="none"``: a block goes when its last live token is dead; nothing is ever moved."""
 
-    def reclaim(
-        self,
-        rows: Ints,
-        evicted: Ints,
-        next_tokens: Ints,
-        granted: Sequence[int] = (),
-        spare: Ints = NOTHING,
-        copy_outs: Mapping[int, CopyOut] | None = None,
-    ) -> Reclaimed:
-        return self._reclaimed(self._free_empty(rows))
+    def reclaim(self, due: Due) -> Reclaimed:
+        return self._reclaimed(self._free_empty(due.rows))
 
     def _free_empty(self, rows: Ints) -> dict[int, BlockChange]:
         table = self._table
@@ -226,19 +214,11 @@ class PackReclamation(NaiveReclamation):
         super().__init__(table)
         self._most_sources = most_sources
 
-    def reclaim(
-        self,
-        rows: Ints,
-        evicted: Ints,
-        next_tokens: Ints,
-        granted: Sequence[int] = (),
-        spare: Ints = NOTHING,
-        copy_outs: Mapping[int, CopyOut] | None = None,
-    ) -> Reclaimed:
-        changes = self._free_empty(rows)
+    def reclaim(self, due: Due) -> Reclaimed:
+        changes = self._free_empty(due.rows)
         sources, destinations, moved, packed = [NOTHING], [NOTHING], 0, 0
-        unused = list(granted)
-        for packing in self._packings(len(granted), spare):
+        unused = list(due.granted)
+        for packing in self._packings(len(unused), due.spare):
             taken, unused = unused[: packing.destinations], unused[packing.destinations :]
             source, destination, change = self._pack(packing, taken)
             moved += len(source)

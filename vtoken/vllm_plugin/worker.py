@@ -12,6 +12,7 @@ from vtoken.core.observed import AttendedQueries, QueryRuns
 from vtoken.core.ragged import Ints, offsets_of, ranges
 from vtoken.core.reclamation import (
     CopyOut,
+    Due,
     FillReclamation,
     NaiveReclamation,
     PackReclamation,
@@ -278,7 +279,14 @@ class EvictionWorker:
                 copy_outs[row] = plan.copy_out.get(req_id, CopyOut(plan.read_only[req_id], []))
         failed = table.find_rows(report.errors)
         reclaimed = self._reclamation.reclaim(
-            self._rows[due], counts.evict[due], counts.next_tokens[due], plan.granted, failed[failed >= 0], copy_outs
+            Due(
+                self._rows[due],
+                counts.evict[due],
+                counts.next_tokens[due],
+                plan.granted,
+                failed[failed >= 0],
+                copy_outs,
+            )
         )
         if self._verifier is not None:
             self._verifier.capture()
