@@ -22,27 +22,6 @@ from vtoken.config import VTokenConfig
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 
-def stub_model(max_model_len: int) -> Any:
-    """vLLM's view of a model without weights."""
-    from transformers import LlamaConfig
-    from vllm.config import ModelConfig
-
-    with tempfile.TemporaryDirectory() as directory:
-        LlamaConfig(
-            vocab_size=64,
-            hidden_size=32,
-            intermediate_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            max_position_embeddings=max_model_len,
-            architectures=["LlamaForCausalLM"],
-        ).save_pretrained(directory)
-        return ModelConfig(
-            model=directory, skip_tokenizer_init=True, dtype="float32", max_model_len=max_model_len, enforce_eager=True
-        )
-
-
 def instrument_stub(timer: ExclusiveTimer) -> None:
     """``instrument``, and what stands below our runner and behind the scheduler in the stub."""
     import stub_runner
@@ -120,7 +99,11 @@ def main() -> None:
         "--caching", action="store_true", help="prefix caching, and prompts that share their first half"
     )
     args = parser.parse_args()
-    timer, model = ExclusiveTimer(thread_time), stub_model(1024)
+    from stub_model import stub_model
+
+    timer = ExclusiveTimer(thread_time)
+    with tempfile.TemporaryDirectory() as directory:
+        model = stub_model(Path(directory))
     instrument_stub(timer)
     results = with_growth([measure(timer, model, running, args) for running in sorted(args.running)])
     print(json.dumps({"settings": vars(args), "results": results}, indent=2))

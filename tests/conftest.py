@@ -73,23 +73,9 @@ def threads() -> Iterator[Callable[[int], None]]:
 @pytest.fixture(scope="session")
 def stub_model_config(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A Llama configuration; there are no weights, and none are needed."""
-    from transformers import LlamaConfig
-    from vllm.config import ModelConfig
+    from stub_model import stub_model
 
-    directory: Path = tmp_path_factory.mktemp("llama")
-    LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=1024,
-        architectures=["LlamaForCausalLM"],
-    ).save_pretrained(directory)
-    return ModelConfig(
-        model=str(directory), skip_tokenizer_init=True, dtype="float32", max_model_len=1024, enforce_eager=True
-    )
+    return stub_model(tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture
