@@ -183,6 +183,19 @@ class TestSharedBlocks:
         with pytest.raises(audit.InvariantViolation, match="block 10 is held by a and by b, and one of them may write"):
             audit.check_mapping(table)
 
+    def test_a_slot_counts_once_and_as_long_as_its_token_lives_for_one_of_them(self) -> None:
+        table = self.two()
+        assert (
+            table.live_slots("ab") == (8 + 2 + 1, 4)
+            and table.live_slots("b") == (9, 3)
+            and table.live_slots("") == (0, 0)
+        )
+        assert table.waste() == 1 - 11 / 16
+        kill(table, 1, 5)
+        assert table.live_slots("ab") == (11, 4)
+        kill(table, 1, req_id="b")
+        assert table.live_slots("ab") == (10, 4)
+
     def test_different_tokens(self) -> None:
         table = table_with(10)
         table.add_request("b", prefix=8)

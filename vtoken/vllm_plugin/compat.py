@@ -385,6 +385,12 @@ def _beside_scores(available: int, runner: Any) -> int:
     return int(available * cached / (cached + scored))
 
 
+def _live_slots(runner: Any, req_ids: list[str]) -> int:
+    table = runner.vtoken.table
+    slots, _ = table.live_slots(req_id for req_id in req_ids if req_id in table)
+    return slots
+
+
 def _plain_traces(runner: Any) -> dict[str, dict[str, Any]]:
     traces: dict[str, Trace] = runner.vtoken.take_traces()
     return {req_id: asdict(trace) for req_id, trace in traces.items()}
@@ -415,6 +421,9 @@ if current_platform.is_cpu():
         def take_vtoken_traces(self) -> dict[str, dict[str, Any]]:
             return _plain_traces(self.model_runner)
 
+        def count_vtoken_live_slots(self, req_ids: list[str]) -> int:
+            return _live_slots(self.model_runner, req_ids)
+
 else:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -432,3 +441,6 @@ else:
 
         def take_vtoken_traces(self) -> dict[str, dict[str, Any]]:
             return _plain_traces(self.model_runner)
+
+        def count_vtoken_live_slots(self, req_ids: list[str]) -> int:
+            return _live_slots(self.model_runner, req_ids)

@@ -30,7 +30,11 @@ class Progress:
 
 @dataclass(frozen=True)
 class PoolSnapshot:
-    """vLLM's block pool and queues after a step. The last four are totals since start-up."""
+    """vLLM's block pool and queues after a step. The last four are totals since start-up.
+
+    ``live_tokens`` are slots whose token somebody attends, so that a token that several requests share counts once, as
+    its block does in ``held_blocks``.
+    """
 
     held_blocks: int
     live_tokens: int
@@ -137,10 +141,14 @@ class Engine:
         for req_id, request in scheduler.requests.items():
             self._preemptions[req_id] = request.num_preemptions
         evicting = getattr(scheduler, "vtoken", None)
+        running = [request.request_id for request in scheduler.running]
         if evicting is None:
+            manager = scheduler.kv_cache_manager.coordinator.single_type_managers[0]
+            held = [block.block_id for req_id in running for block in manager.req_to_blocks[req_id]]
             live = sum(request.num_computed_tokens for request in scheduler.running)
+            live -= (len(held) - len(set(held))) * self.block_size  # only full blocks are shared
         else:
-            live = evicting.live_tokens()
+            (live,) = self._engine.collective_rpc("count_vtoken_live_slots", args=(running,))
         stats = evicting.stats if evicting is not None else None
         return PoolSnapshot(
             held_blocks=pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
