@@ -271,7 +271,7 @@ class TestRequests:
         assert state(table) == before
 
     def test_a_request_has_one_row(self, table: TokenTable) -> None:
-        with pytest.raises(ValueError, match="request a already has a row"):
+        with pytest.raises(ValueError, match="request a is already known"):
             table.add_request("a")
         with pytest.raises(KeyError):
             table.rows(["b"])

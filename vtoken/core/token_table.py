@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vtoken.core.ragged import Ints, ranges
+from vtoken.core.row_index import RowIndex
 
 HOLE = -1
 DEAD = -1
@@ -68,9 +69,7 @@ class TokenTable:
         self.num_blocks = np.zeros(requests, dtype=np.int64)
         self.read_only = np.zeros(requests, dtype=np.int64)
         self.epoch = np.zeros(requests, dtype=np.int64)
-        self._row_of: dict[str, int] = {}
-        self._req_id_in: dict[int, str] = {}
-        self._free_rows = list(range(requests - 1, -1, -1))
+        self._row_of = RowIndex(requests)
 
     # -- looking things up ------------------------------------------------------------------------------------
 
@@ -79,19 +78,19 @@ class TokenTable:
 
     @property
     def req_ids(self) -> Iterable[str]:
-        return self._row_of.keys()
+        return self._row_of
 
     def rows(self, req_ids: Iterable[str]) -> Ints:
         """The row of each request, shape [R]. Raises KeyError for a request that has none."""
-        return np.array([self._row_of[req_id] for req_id in req_ids], dtype=np.int64)
+        return self._row_of.rows(req_ids)
 
     def find_rows(self, req_ids: Iterable[str]) -> Ints:
         """The row of each request, shape [R], -1 for one that has none."""
-        return np.array([self._row_of.get(req_id, -1) for req_id in req_ids], dtype=np.int64)
+        return self._row_of.find(req_ids)
 
     def req_ids_of(self, rows: Ints) -> list[str]:
         """The requests in these rows, shape [R]."""
-        return [self._req_id_in[row] for row in rows.tolist()]
+        return self._row_of.req_ids_of(rows)
 
     def slots(self, rows: Ints, positions: Ints) -> Ints:
         """Physical positions, row by row, to slots of the pool: block * S + offset, shape [N]."""
@@ -150,13 +149,9 @@ class TokenTable:
 
     def add_request(self, req_id: str, prefix: int = 0) -> int:
         """Give a request a row, with the leading tokens that are there already: full blocks, adopted when it syncs."""
-        if req_id in self._row_of:
-            raise ValueError(f"request {req_id} already has a row")
-        if not self._free_rows:
+        if self._row_of.full:
             self._grow_rows()
-        row = self._free_rows.pop()
-        self._row_of[req_id] = row
-        self._req_id_in[row] = req_id
+        row = self._row_of.take(req_id)
         if prefix:
             self._grow_columns(prefix, -(-prefix // self.block_size))
             self.physical_of[row, :prefix] = self.logical_at[row, :prefix] = np.arange(prefix)
@@ -283,10 +278,9 @@ class TokenTable:
 
     def drop_request(self, req_id: str) -> None:
         """Forget a request; unknown ids are ignored, since a request may end before its first forward."""
-        row = self._row_of.pop(req_id, None)
+        row = self._row_of.give_back(req_id)
         if row is None:
             return
-        del self._req_id_in[row]
         self.physical_of[row, : self.length[row]] = DEAD
         # What was live lies in the blocks that are held, or in a prefix whose blocks were never adopted.
         blocks = max(int(self.num_blocks[row]), -(-int(self.end[row]) // self.block_size))
@@ -294,7 +288,6 @@ class TokenTable:
         self.live_in_block[row, :blocks] = 0
         for column in (self.length, self.num_live, self.end, self.num_blocks, self.read_only, self.epoch):
             column[row] = 0
-        self._free_rows.append(row)
 
     # -- inside -----------------------------------------------------------------------------------------------
 
@@ -360,7 +353,7 @@ class TokenTable:
             array = getattr(self, name)
             fill = HOLE if name in ("physical_of", "logical_at") else 0
             setattr(self, name, np.concatenate([array, np.full_like(array, fill)]))
-        self._free_rows.extend(range(2 * old - 1, old - 1, -1))
+        self._row_of.grow(2 * old)
 
     def _grow_columns(self, tokens: int, blocks: int) -> None:
         # One column more than the slots in use, so that looking for the lowest hole never runs off the end.
