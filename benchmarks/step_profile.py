@@ -1,0 +1,97 @@
+"""Where the time of vtoken's hooks goes in a decode step of many requests: vLLM's scheduler, and no model.
+
+Time spent in C (numpy) counts for the function that called it. A profile makes Python calls dearer than they are, so what
+counts is how often something runs per step: what runs once per request is asked by vLLM's own loop. hook_growth has
+the times without a profile.
+"""
+
+import argparse
+import cProfile
+import json
+import pstats
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import vtoken
+from vtoken.config import VTokenConfig
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+HOME = Path(vtoken.__file__).parent
+SHOWN = 25
+
+
+def make_engine(model: Any, args: argparse.Namespace) -> Any:
+    """The tests' stub engine, without its checks, and all requests decoding."""
+    from stub_worker import S, StubEngine
+
+    class Unchecked(StubEngine):
+        def check(self) -> None: ...
+        def check_pool(self) -> None: ...
+        def _check_steady_growth(self, output: Any) -> None: ...
+        def _check_nobody_lingers(self, output: Any) -> None: ...
+
+    config = VTokenConfig(policy="streaming_llm", budget=args.budget, reclaim=args.reclaim)
+    running, outputs = args.running, args.steps + 20
+    blocks = running * -(-(args.prompt + outputs) // S) + 1
+    engine = Unchecked(model, config, blocks, running, running * args.prompt, args.caching)
+    shared = args.prompt // 2 if args.caching else 0
+    for n in range(running):
+        own = [(n // 61**place) % 61 for place in range(3)] * args.prompt
+        engine.add(f"r{n}", outputs=outputs, tokens=([7] * shared + own)[: args.prompt])
+        if n == 0:
+            engine.step()  # what it has computed is there for the others to find
+    for _ in range(4):
+        engine.step()
+    return engine
+
+
+def profile(engine: Any, steps: int) -> dict[str, Any]:
+    """Functions of vtoken, with calls and own milliseconds per step, and what everything took."""
+    profiler = cProfile.Profile(builtins=False)
+    for _ in range(steps):
+        profiler.enable()
+        step = engine.step()
+        profiler.disable()
+        assert step.output.total_num_scheduled_tokens == len(step.output.num_scheduled_tokens)
+    rows, vllm = [], 0.0
+    for (file, line, name), (_, calls, own, _, _) in pstats.Stats(profiler).stats.items():  # type: ignore[attr-defined]
+        if Path(file).is_relative_to(HOME):
+            where = f"{Path(file).relative_to(HOME.parent)}:{line}"
+            rows.append({"function": name, "where": where, "calls": calls / steps, "ms": 1e3 * own / steps})
+        elif "/vllm/" in file:
+            vllm += 1e3 * own / steps
+    rows.sort(key=lambda row: -row["ms"])
+    return {"vtoken_ms": sum(row["ms"] for row in rows), "vllm_ms": vllm, "functions": rows}
+
+
+def table(found: dict[str, Any]) -> str:
+    lines = ["| function | where | calls per step | own ms per step |", "|:--|:--|--:|--:|"]
+    for row in found["functions"][:SHOWN]:
+        lines.append(f"| `{row['function']}` | {row['where']} | {row['calls']:.0f} | {row['ms']:.3f} |")
+    lines.append(f"| all of vtoken | | | {found['vtoken_ms']:.2f} |")
+    lines.append(f"| vLLM's scheduler | | | {found['vllm_ms']:.2f} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--running", type=int, default=512)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--prompt", type=int, default=256)
+    parser.add_argument("--budget", type=int, default=200)
+    parser.add_argument("--reclaim", choices=["fill", "pack", "none"], default="fill")
+    parser.add_argument("--caching", action="store_true", help="prefix caching, prompts that share their first half")
+    args = parser.parse_args()
+    from stub_model import stub_model
+
+    with tempfile.TemporaryDirectory() as directory:
+        model = stub_model(Path(directory))
+    found = profile(make_engine(model, args), args.steps)
+    print(json.dumps({"settings": vars(args), **found}, indent=2))
+    print(table(found))
+
+
+if __name__ == "__main__":
+    main()
