@@ -20,6 +20,9 @@ from vtoken.vllm_plugin import compat
 from vtoken.vllm_plugin.compat import EvictingRunner, plan_of
 from vtoken.vllm_plugin.protocol import StepReport
 
+FORESEEN = "streaming_llm"
+"""The policy whose victims the references name for themselves."""
+
 
 class StubRunner(EvictingRunner, BareRunner):  # type: ignore[misc]
     """Our mixin where it belongs."""
@@ -27,8 +30,8 @@ class StubRunner(EvictingRunner, BareRunner):  # type: ignore[misc]
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any) -> None:
         config = self.vllm_config.additional_config.vtoken
         needs = load_policy(config).needs
-        self._foreseen = config.policy == "streaming_llm"
-        assert self._foreseen or config.record_trace, "what is not foreseen is looked up in the trace"
+        foreseen = {config.policy, *config.request_policies} == {FORESEEN}
+        assert foreseen or config.record_trace, "what is not foreseen is looked up in the trace"
 
         def engine_for(device_type: str, relocate: Relocate, mode: str) -> CopyEngine:
             self.relocate = relocate
@@ -95,7 +98,7 @@ class StubRunner(EvictingRunner, BareRunner):  # type: ignore[misc]
     def _forget(self, forward: Forward) -> None:
         """What the policy forgets after a forward; one that is not foreseen is asked."""
         state, taken = self.requests[forward.req_id], None
-        if not self._foreseen:
+        if self.references[forward.req_id].config.policy != FORESEEN:
             taken = self.vtoken._traces[forward.req_id].incarnations[-1].victims[-1]
         complete = state.num_computed_tokens == len(state.tokens)
         forward.victims, moved = self.references[forward.req_id].forget(complete, taken)

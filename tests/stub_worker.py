@@ -90,9 +90,11 @@ class StubEngine:
         budget: int | float | None = None,
         *,
         tokens: Sequence[int] | None = None,
+        **own: Any,
     ) -> None:
-        """A request arrives with these tokens, or with a prompt of some length."""
-        extra = None if budget is None else {"vtoken.budget": budget}
+        """A request arrives with these tokens, or with a prompt of some length, and with settings of its own."""
+        own |= {} if budget is None else {"budget": budget}
+        extra = {f"vtoken.{name}": value for name, value in own.items()} or None
         prompt_tokens = [(7 * n + len(req_id)) % 61 for n in range(prompt)] if tokens is None else list(tokens)
         self.scheduler.add_request(new_request(req_id, prompt_tokens, outputs, extra, self.content))
 

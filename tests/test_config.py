@@ -103,7 +103,7 @@ def refusal(**options: object) -> str:
 
 def request_refusal(extra_args: dict[str, object], config: VTokenConfig) -> str:
     with pytest.raises(ValueError) as caught:
-        RequestOptions.from_extra_args(extra_args, config)
+        RequestSettings(config).terms(extra_args)
     return str(caught.value)
 
 
@@ -189,8 +189,8 @@ class TestAccepted:
 
     def test_an_integer_and_a_share_of_one_are_different_budgets(self) -> None:
         config = VTokenConfig(budget=1, sinks=0, recent=0)
-        assert resolve_budget(config, RequestOptions(), 90) == 1
-        assert resolve_budget(VTokenConfig(budget=1.0, sinks=0, recent=0), RequestOptions(), 90) == 90
+        assert resolve_budget(config, 90) == 1
+        assert resolve_budget(VTokenConfig(budget=1.0, sinks=0, recent=0), 90) == 90
 
     @pytest.mark.parametrize("extra_args", [None, {}, {"temperature": 1}, {"other.budget": "x"}])
     def test_other_extra_args_are_none_of_our_business(self, extra_args: dict[str, object] | None) -> None:
@@ -226,7 +226,7 @@ class TestResolvedBudget:
     )
     def test_a_share_is_rounded_up(self, share: float, prompt: int, tokens: int) -> None:
         config = VTokenConfig(budget=share, sinks=0, recent=0, interval=1)
-        assert resolve_budget(config, RequestOptions(), prompt) == tokens
+        assert resolve_budget(config, prompt) == tokens
 
     def test_every_percentage_of_every_prompt_is_exact(self) -> None:
         for percent in range(1, 101):
@@ -234,17 +234,17 @@ class TestResolvedBudget:
             config = VTokenConfig(budget=share, sinks=0, recent=0, interval=1)
             for prompt in range(1, 400, 7):
                 exact = math.ceil(Fraction(Decimal(str(share))) * prompt)
-                assert resolve_budget(config, RequestOptions(), prompt) == max(exact, 1), (share, prompt)
+                assert resolve_budget(config, prompt) == max(exact, 1), (share, prompt)
 
     def test_a_share_never_falls_below_what_is_protected(self) -> None:
         config = VTokenConfig(budget=0.25, sinks=4, recent=32, interval=5)
-        assert resolve_budget(config, RequestOptions(), 16) == 41
-        assert resolve_budget(config, RequestOptions(), 164) == 41
-        assert resolve_budget(config, RequestOptions(), 165) == 42
+        assert resolve_budget(config, 16) == 41
+        assert resolve_budget(config, 164) == 41
+        assert resolve_budget(config, 165) == 42
 
     def test_a_request_overrules_the_engine(self) -> None:
         config = VTokenConfig(budget=100)
-        assert resolve_budget(config, RequestOptions(), 1000) == 100
+        assert resolve_budget(config, 1000) == 100
         assert resolve_budget(config, RequestOptions(budget=64), 1000) == 64
         assert resolve_budget(config, RequestOptions(budget=0.5), 1000) == 500
         assert resolve_budget(config, RequestOptions(budget=0.001), 1000) == 37

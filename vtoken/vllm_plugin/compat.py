@@ -40,6 +40,7 @@ from vtoken.kernels.relocation import Relocator
 from vtoken.policies import Needs, load_policy
 from vtoken.vllm_plugin.attention import observe
 from vtoken.vllm_plugin.kv_cache import EvictableAttentionManager, EvictableAttentionSpec
+from vtoken.vllm_plugin.plugin import OPTION
 from vtoken.vllm_plugin.protocol import StepPlan, StepReport
 from vtoken.vllm_plugin.ranks import Ranks
 from vtoken.vllm_plugin.scheduler import EvictionScheduler, ScheduledStep
@@ -164,9 +165,12 @@ class VTokenScheduler(Scheduler):
                 self._ending.add(req_id)
 
     def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
-        result = super()._free_request(request, delay_free_blocks)
+        outcome = self.vtoken.outcome(request.request_id)
+        transfer, *others = super()._free_request(request, delay_free_blocks)
         self.vtoken.forget(request.request_id)
-        return result
+        # What vLLM's front end passes on with a finished request, whoever it comes from.
+        told = {"tokens_evicted": outcome.evicted, "peak_blocks": outcome.most_held}
+        return {**(transfer or {}), OPTION: told}, *others
 
     def _request_blocks_can_be_freed(self, request: Request) -> bool:
         # Asked before a preemption: while blocks are on their way back, waiting one step is enough. Never so while
