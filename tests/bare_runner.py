@@ -246,7 +246,7 @@ class BareRunner:
             assert self.content is None, "nobody can be told about holes in shared blocks"
             return
         queries, index_of = self.recorder.queries, self.input_batch.req_id_to_index
-        attention = self.vtoken._scores._needs.attention
+        attention = self.vtoken._scores.attention
         holed = {int(index): n for n, index in enumerate(queries.holed.index)}
         assert len(holed) == len(queries.holed.index) == len(queries.live)
         assert queries.total == output.total_num_scheduled_tokens and (attention or not len(queries.observed.index))

@@ -15,7 +15,6 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vtoken.core.ragged import Ints
 from vtoken.kernels.copy_engine import CopyEngine
 from vtoken.kernels.relocation import Relocate
-from vtoken.policies import load_policy
 from vtoken.vllm_plugin import compat
 from vtoken.vllm_plugin.compat import EvictingRunner, plan_of
 from vtoken.vllm_plugin.protocol import StepReport
@@ -29,7 +28,6 @@ class StubRunner(EvictingRunner, BareRunner):  # type: ignore[misc]
 
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any) -> None:
         config = self.vllm_config.additional_config.vtoken
-        needs = load_policy(config).needs
         foreseen = {config.policy, *config.request_policies} == {FORESEEN}
         assert foreseen or config.record_trace, "what is not foreseen is looked up in the trace"
 
@@ -38,7 +36,7 @@ class StubRunner(EvictingRunner, BareRunner):  # type: ignore[misc]
             return self._guarded(EagerCopyEngine(relocate))
 
         def observe(*args: Any) -> QueryRecorder:
-            self.recorder = QueryRecorder(needs, lambda slots: self.marks[0, slots, 1])
+            self.recorder = QueryRecorder(lambda slots: self.marks[0, slots, 1])
             return self.recorder
 
         # There is no attention backend here to lay an observer over.
