@@ -43,6 +43,7 @@ class Step:
     report: StepReport
     finished: dict[str, str] = field(default_factory=dict)
     tokens: dict[str, list[int]] = field(default_factory=dict)
+    told: dict[str, dict[str, int]] = field(default_factory=dict)  # of requests that have ended
 
 
 class StubEngine:
@@ -121,6 +122,7 @@ class StubEngine:
             step.tokens.setdefault(one.request_id, []).extend(one.new_token_ids)
             if one.finish_reason is not None:
                 step.finished[one.request_id] = str(one.finish_reason)
+                step.told[one.request_id] = (one.kv_transfer_params or {}).get("vtoken", {})
         assert not hasattr(EMPTY_MODEL_RUNNER_OUTPUT, "vtoken_report")
         self.check()
         self._check_nobody_lingers(output)
