@@ -2,7 +2,6 @@
 
 import math
 
-import numpy as np
 import pytest
 import torch
 from paged_attention import HEADS, LAYOUTS, NO_SEGMENTS, Paged, fading, paged, segments

@@ -9,7 +9,9 @@ from stub_worker import StubEngine
 
 MakeEngine = Callable[..., StubEngine]
 RNG = np.random.default_rng(11)
-PROMPTS = {name: RNG.integers(0, 61, length).tolist() for name, length in zip("abcdefg", range(70, 140, 10), strict=True)}
+PROMPTS = {
+    name: RNG.integers(0, 61, length).tolist() for name, length in zip("abcdefg", range(70, 140, 10), strict=True)
+}
 OUTPUTS = 20
 
 

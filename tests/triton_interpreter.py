@@ -164,7 +164,13 @@ class TestAttentionMass:
         ],
     )
     def test_equals_the_reference(
-        self, heads: tuple[int, int], head_size: int, size: int, layout: str, dtype: torch.dtype, decay: float | list[float]
+        self,
+        heads: tuple[int, int],
+        head_size: int,
+        size: int,
+        layout: str,
+        dtype: torch.dtype,
+        decay: float | list[float],
     ) -> None:
         p = prompts(heads=heads, head_size=head_size, size=size, dtype=dtype, layout=layout)
         mass = observe(attention_mass, p, decay, several_segments())

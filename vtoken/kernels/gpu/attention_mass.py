@@ -239,6 +239,4 @@ def attention_mass(
     }
     n, longest = len(segments.first), int((segments.context + segments.count).max()) - 1
     sum_queries[(triton.cdiv(int(segments.count.max()), queries), kv_heads, n)](*arguments, **shape)
-    add_mass[(triton.cdiv(longest, shape["TILE"]), kv_heads, n)](
-        *arguments, decays, mass, mass.stride(0), **shape
-    )
+    add_mass[(triton.cdiv(longest, shape["TILE"]), kv_heads, n)](*arguments, decays, mass, mass.stride(0), **shape)
