@@ -231,11 +231,11 @@ def measure_prefill(
 
     def observing(count: int) -> Callable[[], None]:
         first, context = tokens - count, tokens - count + 1
-        fields = {"first": first, "count": count, "context": context, "row": 0, "offset": 0, "stride": 0}
+        fields = {"first": first, "count": count, "context": context, "row": 0, "offset": 0, "stride": 0, "decay": 1.0}
         observer = AttentionMass(keys, geometry.query_heads)
         observer.plan(table, QuerySegments(**{name: np.array([value]) for name, value in fields.items()}))
         mass = torch.zeros(observer.lanes, tokens)
-        return lambda: observer(query, keys, geometry.scale, 1.0, mass)
+        return lambda: observer(query, keys, geometry.scale, mass)
 
     last = min(LAST, tokens)
     times = in_turns(

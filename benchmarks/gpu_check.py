@@ -136,9 +136,10 @@ class Problem:
         lengths = np.array(self.shape.lengths, dtype=np.int64)
         stride = np.where(rows % 2, lengths, 0)
         width = np.where(stride == 0, lengths, lengths * count)
-        segments = QuerySegments(rows * each, count, lengths - count + 1, rows, width.cumsum() - width, stride)
+        offset, decays = width.cumsum() - width, np.full(len(rows), decay)
+        segments = QuerySegments(rows * each, count, lengths - count + 1, rows, offset, stride, decays)
         mass = torch.zeros(self.shape.kv_heads, int(width.sum()), device=self.device)
-        kernel(self.query, self.caches[0], self.table, segments, self.scale, decay, mass, live=self.live)
+        kernel(self.query, self.caches[0], self.table, segments, self.scale, mass, live=self.live)
         return mass.sum(dim=0)
 
 

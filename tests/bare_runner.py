@@ -22,6 +22,7 @@ from reference_cache import (
     blocks_for,
     reference_budget,
     reference_for,
+    settings_for,
 )
 from stub_batch import Batch, Forward, RequestState
 from vllm.config import VllmConfig
@@ -155,13 +156,14 @@ class BareRunner:
 
     def _start(self, req_id: str) -> None:
         """A request begins with an empty cache, or with what it found in the prefix cache."""
-        state, config = self.requests[req_id], self.vllm_config.additional_config.vtoken
+        state = self.requests[req_id]
         hit = state.num_computed_tokens
         assert hit % S == 0
         self.hits.append((req_id, hit))
         self.clear_new_blocks(state.block_ids[0][hit // S :])
         if req_id in self.broken:
             return
+        config = settings_for(self.vllm_config.additional_config.vtoken, state.params)
         budget = reference_budget(config, state.params, state.prompt_length)
         if self.content is not None:
             marks = self.content.after(START, state.tokens[:hit])
@@ -244,7 +246,7 @@ class BareRunner:
             assert self.content is None, "nobody can be told about holes in shared blocks"
             return
         queries, index_of = self.recorder.queries, self.input_batch.req_id_to_index
-        attention = self.vtoken._scores._needs.attention
+        attention = self.vtoken._scores.attention
         holed = {int(index): n for n, index in enumerate(queries.holed.index)}
         assert len(holed) == len(queries.holed.index) == len(queries.live)
         assert queries.total == output.total_num_scheduled_tokens and (attention or not len(queries.observed.index))

@@ -1,10 +1,12 @@
 """Attention problems over a paged cache in which everything that must not be read is poison."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from vtoken.kernels.attention_mass import QuerySegments
 from vtoken.kernels.layout import vec_views
 
 LAYOUTS = ("tokens first", "heads first", "vec")
@@ -32,6 +34,20 @@ class Paged:
     def offsets(self) -> Tensor:
         """Where each request's mass lies if they follow one another."""
         return self.lengths.cumsum(0) - self.lengths
+
+
+def segments(**fields: list[int]) -> QuerySegments:
+    """All queries of a segment count alike."""
+    numbers = {name: np.array(values, dtype=np.int64) for name, values in fields.items()}
+    return QuerySegments(**numbers, decay=np.ones(len(fields["first"])))
+
+
+def fading(parts: QuerySegments, decay: float | list[float]) -> QuerySegments:
+    """The same with other weights."""
+    return replace(parts, decay=np.broadcast_to(np.float64(decay), parts.first.shape))
+
+
+NO_SEGMENTS = segments(first=[], count=[], context=[], row=[], offset=[], stride=[])
 
 
 def empty_cache(layout: str, blocks: int, size: int, heads: int, head_size: int, dtype: torch.dtype) -> list[Tensor]:

@@ -6,7 +6,6 @@ import numpy as np
 from reference_cache import S
 
 from vtoken.core.observed import AttendedQueries
-from vtoken.policies import Needs
 
 
 class QueryRecorder:
@@ -17,7 +16,6 @@ class QueryRecorder:
     the masses of each query sum to ``heads``.
 
     Args:
-        needs: of the policy.
         token_at: the token that lies in each of these slots, once the forward has written.
     """
 
@@ -25,8 +23,8 @@ class QueryRecorder:
     queries: AttendedQueries
     block_table: np.ndarray
 
-    def __init__(self, needs: Needs, token_at: Callable[[np.ndarray], np.ndarray]) -> None:
-        self._needs, self._token_at = needs, token_at
+    def __init__(self, token_at: Callable[[np.ndarray], np.ndarray]) -> None:
+        self._token_at = token_at
 
     def begin(self, queries: AttendedQueries, block_table: np.ndarray) -> None:
         self.queries, self.block_table = queries, block_table
@@ -40,12 +38,14 @@ class QueryRecorder:
     def take(self) -> np.ndarray:
         """As ``Observer`` has it: one row per request, or one per query."""
         observed = self.queries.observed
+        each_query = np.broadcast_to(observed.each_query, len(observed.index))
+        decay = np.broadcast_to(observed.query_decay, len(observed.index))
         rows: list[np.ndarray] = [np.zeros(0)]
         for n, index in enumerate(observed.index.tolist()):
             attended, count = int(observed.attended[n]), int(observed.count[n])
             masses = self._masses(index, attended, count)
-            weights = self._needs.query_decay ** np.arange(count - 1, -1, -1.0)
-            rows.append(masses.ravel() if self._needs.each_query else weights @ masses)
+            weights = decay[n] ** np.arange(count - 1, -1, -1.0)
+            rows.append(masses.ravel() if each_query[n] else weights @ masses)
         return np.concatenate(rows).astype(np.float32)
 
     def _masses(self, index: int, attended: int, count: int) -> np.ndarray:

@@ -28,9 +28,18 @@ def protected_head(config: VTokenConfig, prompt_length: int) -> int:
     return max(config.sinks, config.protect_prefix, prompt_length if config.protect_prompt else 0)
 
 
+def settings_for(config: VTokenConfig, params: SamplingParams) -> VTokenConfig:
+    """The engine's settings with the request's own; a budget of 0 for one that is not compressed."""
+    own = {key.removeprefix("vtoken."): value for key, value in (params.extra_args or {}).items()}
+    off = own.pop("off", 0) or (config.compress == "asked" and not own)
+    return config.model_copy(update=own | ({"budget": 0} if off else {}))
+
+
 def reference_budget(config: VTokenConfig, params: SamplingParams, prompt_length: int) -> int:
-    """The request's budget in tokens; one that its whole sequence never reaches is as good as infinite."""
-    budget = (params.extra_args or {}).get("vtoken.budget", config.budget)
+    """Of a request with these settings, in tokens; one that its whole sequence never reaches is infinite."""
+    budget = config.budget
+    if budget == 0:
+        return UNBOUNDED
     if isinstance(budget, float):
         floor = protected_head(config, prompt_length) + max(config.recent, config.grace) + config.interval
         budget = max(math.ceil(Fraction(str(budget)) * prompt_length), floor)

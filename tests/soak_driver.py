@@ -18,8 +18,10 @@ def settings(rng: np.random.Generator) -> dict[str, Any]:
     recent = int(rng.choice([window, window + 5]))
     mode = str(rng.choice(["fill", "fill", "fill", "pack", "none"]))
     packing = {"theta_f": 0.1, "check_interval": int(rng.choice([1, 3])), "headroom": 0.05, "low_watermark": 0.6}
+    policy, others = str(rng.choice(["streaming_llm", *POLICIES])), rng.permutation(POLICIES)[:3].tolist()
     return {
-        "policy": str(rng.choice(["streaming_llm", *POLICIES])),
+        "policy": policy,
+        "request_policies": [name for name in others if name != policy],
         "reclaim": mode,
         "shared_blocks": str(rng.choice(["smaller", "smaller", "keep"])),
         "sinks": int(rng.choice([0, 2, 4])),
@@ -96,8 +98,29 @@ class Soak:
         budgets = [floor, int(rng.integers(floor, floor + 90)), float(rng.integers(1, 101)) / 100, None, 10**6]
         budget = budgets[rng.choice(5, p=[0.15, 0.2, 0.1, 0.1, 0.45])]
         outputs = int(rng.integers(1, 40)) if budget != 10**6 else int(rng.integers(40, 90))
-        self.engine.add(req_id, tokens=tokens, outputs=outputs, budget=budget)
+        own = {"budget": budget} | self._own_settings(len(tokens))
+        self.engine.add(req_id, tokens=tokens, outputs=outputs, **own)
         self.seen["requests"] += 1
+
+    def _own_settings(self, prompt: int) -> dict[str, Any]:
+        """Of a third of the requests: another policy, other protection, or none of it all."""
+        rng, config, own = self.rng, self.engine.config, dict[str, Any]()
+        if rng.random() < 0.7:
+            return own
+        if rng.random() < 0.2:
+            return {"off": 1, "budget": None}
+        if config.request_policies and rng.random() < 0.7:
+            own["policy"] = str(rng.choice(list(config.request_policies)))
+        for name, values in (
+            ("sinks", [0, 7]),
+            ("recent", [config.observation_window, config.observation_window + 11]),
+            ("protect_prefix", [0, 25]),
+            ("protect_prompt", [False, True]),
+        ):
+            if rng.random() < 0.4:
+                own[name] = values[int(rng.integers(2))]
+        floor = config.model_copy(update=own).protected_with(prompt)
+        return own | {"budget": int(rng.choice([floor, floor + int(rng.integers(1, 60))]))}
 
     def _abort_some(self) -> None:
         living = sorted(self.engine.scheduler.requests)

@@ -15,10 +15,12 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vtoken.core.ragged import Ints
 from vtoken.kernels.copy_engine import CopyEngine
 from vtoken.kernels.relocation import Relocate
-from vtoken.policies import load_policy
 from vtoken.vllm_plugin import compat
 from vtoken.vllm_plugin.compat import EvictingRunner, plan_of
 from vtoken.vllm_plugin.protocol import StepReport
+
+FORESEEN = "streaming_llm"
+"""The policy whose victims the references name for themselves."""
 
 
 class StubRunner(EvictingRunner, BareRunner):  # type: ignore[misc]
@@ -26,16 +28,15 @@ class StubRunner(EvictingRunner, BareRunner):  # type: ignore[misc]
 
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any) -> None:
         config = self.vllm_config.additional_config.vtoken
-        needs = load_policy(config).needs
-        self._foreseen = config.policy == "streaming_llm"
-        assert self._foreseen or config.record_trace, "what is not foreseen is looked up in the trace"
+        foreseen = {config.policy, *config.request_policies} == {FORESEEN}
+        assert foreseen or config.record_trace, "what is not foreseen is looked up in the trace"
 
         def engine_for(device_type: str, relocate: Relocate, mode: str) -> CopyEngine:
             self.relocate = relocate
             return self._guarded(EagerCopyEngine(relocate))
 
         def observe(*args: Any) -> QueryRecorder:
-            self.recorder = QueryRecorder(needs, lambda slots: self.marks[0, slots, 1])
+            self.recorder = QueryRecorder(lambda slots: self.marks[0, slots, 1])
             return self.recorder
 
         # There is no attention backend here to lay an observer over.
@@ -95,7 +96,7 @@ class StubRunner(EvictingRunner, BareRunner):  # type: ignore[misc]
     def _forget(self, forward: Forward) -> None:
         """What the policy forgets after a forward; one that is not foreseen is asked."""
         state, taken = self.requests[forward.req_id], None
-        if not self._foreseen:
+        if self.references[forward.req_id].config.policy != FORESEEN:
             taken = self.vtoken._traces[forward.req_id].incarnations[-1].victims[-1]
         complete = state.num_computed_tokens == len(state.tokens)
         forward.victims, moved = self.references[forward.req_id].forget(complete, taken)

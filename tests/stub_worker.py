@@ -43,6 +43,7 @@ class Step:
     report: StepReport
     finished: dict[str, str] = field(default_factory=dict)
     tokens: dict[str, list[int]] = field(default_factory=dict)
+    told: dict[str, dict[str, int]] = field(default_factory=dict)  # of requests that have ended
 
 
 class StubEngine:
@@ -90,9 +91,11 @@ class StubEngine:
         budget: int | float | None = None,
         *,
         tokens: Sequence[int] | None = None,
+        **own: Any,
     ) -> None:
-        """A request arrives with these tokens, or with a prompt of some length."""
-        extra = None if budget is None else {"vtoken.budget": budget}
+        """A request arrives with these tokens, or with a prompt of some length, and with settings of its own."""
+        own |= {} if budget is None else {"budget": budget}
+        extra = {f"vtoken.{name}": value for name, value in own.items()} or None
         prompt_tokens = [(7 * n + len(req_id)) % 61 for n in range(prompt)] if tokens is None else list(tokens)
         self.scheduler.add_request(new_request(req_id, prompt_tokens, outputs, extra, self.content))
 
@@ -119,6 +122,7 @@ class StubEngine:
             step.tokens.setdefault(one.request_id, []).extend(one.new_token_ids)
             if one.finish_reason is not None:
                 step.finished[one.request_id] = str(one.finish_reason)
+                step.told[one.request_id] = (one.kv_transfer_params or {}).get("vtoken", {})
         assert not hasattr(EMPTY_MODEL_RUNNER_OUTPUT, "vtoken_report")
         self.check()
         self._check_nobody_lingers(output)

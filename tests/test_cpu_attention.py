@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from paged_attention import Paged, paged
+from paged_attention import NO_SEGMENTS, Paged, fading, paged, segments
 from torch import Tensor
 
 from vtoken.kernels.attention_mass import QuerySegments, attention_mass_reference
@@ -58,10 +58,6 @@ def decode_expected(p: Paged) -> tuple[Tensor, Tensor]:
     return output, mass[0]
 
 
-def segments(**fields: list[int]) -> QuerySegments:
-    return QuerySegments(**{name: np.array(values, dtype=np.int64) for name, values in fields.items()})
-
-
 SEGMENTS = segments(
     # many queries of a long context, a few that keep apart, a prompt's beginning, one on its own, a part's boundary
     first=[0, 100, 40, 39, 120],
@@ -75,17 +71,17 @@ SEGMENTS_MASS = 3500
 QUERIES = 130
 
 
-def observe(p: Paged, parts: QuerySegments = SEGMENTS, decay: float = 0.875) -> Tensor:
+def observe(p: Paged, parts: QuerySegments = SEGMENTS, decay: float | list[float] = 0.875) -> Tensor:
     attention = AttentionMass(p.key_cache, p.query.shape[1])
-    attention.plan(p.block_table, parts)
+    attention.plan(p.block_table, fading(parts, decay))
     mass = torch.zeros(attention.lanes, SEGMENTS_MASS)
-    attention(p.query, p.key_cache, p.scale, decay, mass)
+    attention(p.query, p.key_cache, p.scale, mass)
     return mass
 
 
-def observe_expected(p: Paged, parts: QuerySegments = SEGMENTS, decay: float = 0.875) -> Tensor:
+def observe_expected(p: Paged, parts: QuerySegments = SEGMENTS, decay: float | list[float] = 0.875) -> Tensor:
     mass = torch.zeros(1, SEGMENTS_MASS)
-    attention_mass_reference(p.query, p.key_cache, p.block_table, parts, p.scale, decay, mass)
+    attention_mass_reference(p.query, p.key_cache, p.block_table, fading(parts, decay), p.scale, mass)
     return mass[0]
 
 
@@ -216,8 +212,8 @@ class TestDecodeAttention:
 
 class TestAttentionMass:
     @pytest.mark.parametrize("shape", [SHAPES[0], *SHAPES[2:]])
-    @pytest.mark.parametrize("decay", [1.0, 0.875])
-    def test_equals_the_reference(self, shape: tuple[int, int, int, int], decay: float) -> None:
+    @pytest.mark.parametrize("decay", [1.0, [0.875, 0.5, 1.0, 0.9, 0.99]])
+    def test_equals_the_reference(self, shape: tuple[int, int, int, int], decay: float | list[float]) -> None:
         p = problem(shape, queries=QUERIES)
         mass = observe(p, decay=decay)
         torch.testing.assert_close(mass.sum(dim=0), observe_expected(p, decay=decay), rtol=1e-5, atol=1e-6)
@@ -267,17 +263,16 @@ class TestAttentionMass:
         assert torch.equal(observe(p), expected)
 
     def test_no_segments(self) -> None:
-        none = segments(first=[], count=[], context=[], row=[], offset=[], stride=[])
-        assert not observe(problem(SHAPES[0]), none).any()
+        assert not observe(problem(SHAPES[0]), NO_SEGMENTS).any()
 
     def test_what_was_not_planned_is_refused(self) -> None:
         p = problem(SHAPES[0], queries=QUERIES)
         attention = AttentionMass(p.key_cache, 9)
         attention.plan(p.block_table, SEGMENTS)
         with pytest.raises(ValueError, match="call plan for each step"):
-            attention(p.query[:126], p.key_cache, p.scale, 1.0, torch.zeros(attention.lanes, SEGMENTS_MASS))
+            attention(p.query[:126], p.key_cache, p.scale, torch.zeros(attention.lanes, SEGMENTS_MASS))
         with pytest.raises(ValueError, match="no room"):
-            attention(p.query, p.key_cache, p.scale, 1.0, torch.zeros(attention.lanes, 3200))
+            attention(p.query, p.key_cache, p.scale, torch.zeros(attention.lanes, 3200))
 
 
 class TestRefusals:

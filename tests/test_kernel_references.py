@@ -2,14 +2,13 @@
 
 import math
 
-import numpy as np
 import pytest
 import torch
-from paged_attention import HEADS, LAYOUTS, Paged, paged
+from paged_attention import HEADS, LAYOUTS, NO_SEGMENTS, Paged, fading, paged, segments
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from vtoken.kernels.attention_mass import QuerySegments, attention_mass_reference
+from vtoken.kernels.attention_mass import attention_mass_reference
 from vtoken.kernels.decode_attention import decode_attention_reference
 
 
@@ -38,10 +37,6 @@ def explicit_probability(query: Tensor, keys: Tensor, scale: float) -> Tensor:
         weight = torch.exp(scale * keys[:, head // group].double() @ query[head].double())
         lines.append(weight / weight.sum())
     return torch.stack(lines)
-
-
-def segments(**fields: list[int]) -> QuerySegments:
-    return QuerySegments(**{name: np.array(values, dtype=np.int64) for name, values in fields.items()})
 
 
 class TestDecodeAttention:
@@ -147,7 +142,7 @@ class TestAttentionMass:
             stride=[0, 0, 20],
         )
         mass, expected = torch.ones(2, 131), torch.ones(131, dtype=torch.float64)
-        attention_mass_reference(p.query, p.key_cache, p.block_table, parts, p.scale, decay, mass)
+        attention_mass_reference(p.query, p.key_cache, p.block_table, fading(parts, decay), p.scale, mass)
         for j in range(6):
             probability = explicit_probability(p.query[3 + j], p.keys[0][: 25 + j], p.scale).sum(dim=0)
             expected[100 : 125 + j] += decay ** (5 - j) * probability
@@ -165,32 +160,40 @@ class TestAttentionMass:
         p.query.zero_()
         together = segments(first=[0], count=[3], context=[2], row=[0], offset=[0], stride=[0])
         mass = torch.zeros(1, 4)
-        attention_mass_reference(p.query, p.key_cache, p.block_table, together, 1.0, 0.5, mass)
+        attention_mass_reference(p.query, p.key_cache, p.block_table, fading(together, 0.5), 1.0, mass)
         torch.testing.assert_close(mass[0], torch.tensor([13 / 6, 13 / 6, 5 / 3, 1.0]))
         apart = segments(first=[0], count=[3], context=[2], row=[0], offset=[0], stride=[4])
         lines = torch.zeros(1, 12)
-        attention_mass_reference(p.query, p.key_cache, p.block_table, apart, 1.0, 0.5, lines)
+        attention_mass_reference(p.query, p.key_cache, p.block_table, fading(apart, 0.5), 1.0, lines)
         expected = torch.tensor([[2, 2, 0, 0], [4 / 3, 4 / 3, 4 / 3, 0], [1, 1, 1, 1]])
         torch.testing.assert_close(lines.view(3, 4), expected)
+
+    def test_each_segment_has_its_own_decay(self) -> None:
+        p = paged([4, 4], heads=(4, 2), queries=6)
+        p.query.zero_()
+        both = segments(first=[0, 3], count=[3, 3], context=[2, 2], row=[0, 1], offset=[0, 4], stride=[0, 0])
+        mass = torch.zeros(1, 8)
+        attention_mass_reference(p.query, p.key_cache, p.block_table, fading(both, [0.5, 1.0]), 1.0, mass)
+        torch.testing.assert_close(mass[0, :4], torch.tensor([13 / 6, 13 / 6, 5 / 3, 1.0]))
+        torch.testing.assert_close(mass[0, 4:], torch.tensor([13 / 3, 13 / 3, 7 / 3, 1.0]))
 
     def test_one_query_is_a_decode(self) -> None:
         p = paged([5, 19], heads=(6, 2))
         _, expected = decode(p)
         lone = segments(first=[0, 1], count=[1, 1], context=[5, 19], row=[0, 1], offset=[0, 5], stride=[0, 0])
         mass = torch.zeros_like(expected)
-        attention_mass_reference(p.query, p.key_cache, p.block_table, lone, p.scale, 0.5, mass)
+        attention_mass_reference(p.query, p.key_cache, p.block_table, fading(lone, 0.5), p.scale, mass)
         torch.testing.assert_close(mass, expected)
 
     def test_the_mass_of_a_query_sums_to_its_heads(self) -> None:
         p = paged([50], heads=(6, 3), queries=4, dtype=torch.bfloat16)
         lines = segments(first=[0], count=[4], context=[47], row=[0], offset=[0], stride=[50])
         mass = torch.zeros(1, 200)
-        attention_mass_reference(p.query, p.key_cache, p.block_table, lines, p.scale, 1.0, mass)
+        attention_mass_reference(p.query, p.key_cache, p.block_table, lines, p.scale, mass)
         torch.testing.assert_close(mass.view(4, 50).sum(dim=1), torch.full((4,), 6.0))
 
     def test_no_segments(self) -> None:
         p = paged([4])
-        none = segments(first=[], count=[], context=[], row=[], offset=[], stride=[])
         mass = torch.zeros(1, 4)
-        attention_mass_reference(p.query, p.key_cache, p.block_table, none, p.scale, 1.0, mass)
+        attention_mass_reference(p.query, p.key_cache, p.block_table, NO_SEGMENTS, p.scale, mass)
         assert not mass.any()

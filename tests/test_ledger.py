@@ -399,3 +399,77 @@ class TestAppending:
     def test_a_budget_bounds_no_blocks(self, ledger: LengthLedger) -> None:
         assert ledger.most_blocks("r", 200) == blocks_for(200)
         assert ledger.committed_growth() == 0
+
+
+class TestOwnSettings:
+    ENGINES = Cadence(interval=1, head=2, recent=6, grace=9, prompt_queries=8, decode_queries=True, own_queries=8)
+    OWN = Cadence(interval=1, head=5, recent=20, grace=9, protect_prompt=True, own_queries=30)
+
+    def ledger(self) -> LengthLedger:
+        ledger = LengthLedger(S, self.ENGINES, requests=1)
+        ledger.open("engine", 40, 30, 100)
+        ledger.open("own", 40, 70, 100, self.OWN, policy=3)
+        ledger.open("off", 40, 0, 100)
+        return ledger
+
+    def test_each_column_is_the_requests(self) -> None:
+        """A prefill of 40, then a decode step; of ``own`` nothing is observed, and its prompt stays."""
+        ledger, names = self.ledger(), ["own", "off", "engine"]
+        prefill = ledger.schedule(names, ints(40, 40, 40), ints(40, 40, 40), ints(40, 40, 40))
+        assert prefill.head.tolist() == [40, 2, 2]
+        assert prefill.protect.tolist() == [20, 6, 6]
+        assert prefill.observe_from.tolist() == [40, 40, 32]
+        assert prefill.evict.tolist() == [0, 0, 40 - 29]
+        decode = ledger.schedule(names, ints(1, 1, 1), ints(41, 41, 41), ints(41, 41, 41))
+        assert decode.observe_from.tolist() == [1, 1, 0]
+        assert decode.evict.tolist() == [0, 0, 1]
+        assert decode.head.tolist() == [40, 2, 2] and decode.protect.tolist() == [20, 6, 6]
+
+    def test_as_in_an_engine_of_its_own(self) -> None:
+        """The settings of a request are those of an engine that has them."""
+        ledger, alone = self.ledger(), LengthLedger(S, self.OWN)
+        alone.open("own", 40, 70, 100)
+        known = 40
+        for n in range(50):
+            new, length = (40, 40) if n == 0 else (1, 40 + n)
+            mixed = ledger.schedule(["off", "own"], ints(new, new), ints(length, length), ints(known, known))
+            single = alone.schedule(["own"], ints(new), ints(length), ints(known))
+            for name, column in vars(single).items():
+                assert getattr(mixed, name)[1] == column[0], (n, name)
+            known = length + 1
+        assert ledger.outcome("own") == alone.outcome("own") and ledger.outcome("own").evicted == 89 - 69
+
+    def test_hits_end_before_its_own_queries(self) -> None:
+        ledger = self.ledger()
+        assert [ledger.longest_hit(name, 40) for name in ("engine", "own", "off")] == [32, 10, 40]
+
+    def test_who_begins_with_another_policy(self) -> None:
+        ledger, names = self.ledger(), ["own", "engine"]
+        assert ledger.other_policies(names) == {"own": 3}
+        ledger.schedule(names, ints(10, 10), ints(10, 10), ints(40, 40))
+        assert ledger.other_policies(names) == {}
+        ledger.reset("own")
+        assert ledger.other_policies(names) == {"own": 3}
+        ledger.close("own")
+        ledger.open("own", 40, 70, 100)
+        assert ledger.other_policies(names) == {}
+
+    def test_a_row_that_is_used_again_has_the_engines_settings(self) -> None:
+        ledger = self.ledger()
+        ledger.close("own")
+        ledger.open("next", 40, 30, 100)
+        counts = ledger.schedule(["next"], ints(40), ints(40), ints(40))
+        assert (counts.head.tolist(), counts.protect.tolist(), counts.evict.tolist()) == ([2], [6], [11])
+
+    def test_what_became_of_it(self) -> None:
+        ledger = self.ledger()
+        ledger.schedule(["engine"], ints(40), ints(40), ints(40))
+        assert (ledger.outcome("engine").evicted, ledger.outcome("engine").most_held) == (11, 3)
+        ledger.reset("engine")
+        assert (ledger.outcome("engine").evicted, ledger.outcome("engine").most_held) == (0, 3)
+        ledger.schedule(["engine"], ints(20), ints(20), ints(41))
+        assert (ledger.outcome("engine").evicted, ledger.outcome("engine").most_held) == (0, 3)
+        ledger.close("engine")
+        ledger.open("engine", 40, 30, 100)
+        assert (ledger.outcome("engine").evicted, ledger.outcome("engine").most_held) == (0, 0)
+        assert ledger.outcome("nobody") == ledger.outcome("engine")

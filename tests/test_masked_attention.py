@@ -6,10 +6,21 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from paged_attention import PATTERNS, Paged, attention_of_the_live, fill_dead, last_live, live_mask, paged
+from paged_attention import (
+    NO_SEGMENTS,
+    PATTERNS,
+    Paged,
+    attention_of_the_live,
+    fading,
+    fill_dead,
+    last_live,
+    live_mask,
+    paged,
+    segments,
+)
 from torch import Tensor
 
-from vtoken.kernels.attention_mass import QuerySegments, attention_mass_reference
+from vtoken.kernels.attention_mass import attention_mass_reference
 from vtoken.kernels.cpu.attention_mass import AttentionMass
 from vtoken.kernels.cpu.decode_attention import DecodeAttention
 from vtoken.kernels.cpu.parts import live_exponentials, live_maximum
@@ -268,7 +279,7 @@ FIELDS = {
     "offset": [3, 1000, 3000, 3100, 3200],
     "stride": [0, 300, 0, 0, 0],
 }
-SEGMENTS = QuerySegments(**{name: np.array(values, dtype=np.int64) for name, values in FIELDS.items()})
+SEGMENTS = segments(**FIELDS)
 QUERIES, NUMBERS = 130, 3500
 
 
@@ -282,12 +293,12 @@ def observed_mask(pattern: str) -> Tensor:
 def observe(compiled: bool, p: Paged, live: Tensor | None, decay: float = 0.875) -> Tensor:
     if not compiled:
         mass = torch.zeros(1, NUMBERS)
-        attention_mass_reference(p.query, p.key_cache, p.block_table, SEGMENTS, p.scale, decay, mass, live)
+        attention_mass_reference(p.query, p.key_cache, p.block_table, fading(SEGMENTS, decay), p.scale, mass, live)
         return mass[0]
     attention = AttentionMass(p.key_cache, p.query.shape[1], masked=True)
-    attention.plan(p.block_table, SEGMENTS, None if live is None else live.numpy().copy())
+    attention.plan(p.block_table, fading(SEGMENTS, decay), None if live is None else live.numpy().copy())
     mass = torch.zeros(attention.lanes, NUMBERS)
-    attention(p.query, p.key_cache, p.scale, decay, mass)
+    attention(p.query, p.key_cache, p.scale, mass)
     return mass.sum(dim=0)
 
 
@@ -335,9 +346,9 @@ class TestAttentionMass:
     def test_without_holes_the_masked_kernel_is_the_other(self) -> None:
         p = problem(queries=QUERIES)
         attention = AttentionMass(p.key_cache, 9)
-        attention.plan(p.block_table, SEGMENTS)
+        attention.plan(p.block_table, fading(SEGMENTS, 0.875))
         dense = torch.zeros(attention.lanes, NUMBERS)
-        attention(p.query, p.key_cache, p.scale, 0.875, dense)
+        attention(p.query, p.key_cache, p.scale, dense)
         torch.testing.assert_close(observe(True, p, None), dense.sum(dim=0), rtol=1e-6, atol=1e-6)
 
     @pytest.mark.parametrize("pattern", PATTERNS[:-1])
@@ -375,9 +386,9 @@ class TestAttentionMass:
     def test_no_segments(self) -> None:
         p = problem(queries=QUERIES)
         attention = AttentionMass(p.key_cache, 9, masked=True)
-        attention.plan(p.block_table, QuerySegments(*np.empty((6, 0), dtype=np.int64)), live_mask("half", LENGTHS))
+        attention.plan(p.block_table, NO_SEGMENTS, live_mask("half", LENGTHS))
         mass = torch.zeros(attention.lanes, 3)
-        attention(p.query, p.key_cache, p.scale, 1.0, mass)
+        attention(p.query, p.key_cache, p.scale, mass)
         assert not mass.any()
 
 

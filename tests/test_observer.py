@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from vtoken.core.observed import AttendedQueries, QueryRuns
+from vtoken.core.observed import AttendedQueries, ObservedRuns, QueryRuns
 from vtoken.kernels.cpu.observer import AttentionObserver
 from vtoken.kernels.layout import vec_views
 
@@ -15,7 +15,7 @@ def ints(*values: int) -> np.ndarray:
     return np.array(values, dtype=np.int64)
 
 
-def observed(runs: QueryRuns, total: int) -> AttendedQueries:
+def observed(runs: ObservedRuns, total: int) -> AttendedQueries:
     """Some of a forward's queries, of requests without holes."""
     return AttendedQueries(runs, QueryRuns(ints(), ints(), ints(), ints()), np.empty((0, 0), dtype=np.bool_), total)
 
@@ -36,7 +36,7 @@ def test_a_sum_over_thousands_of_queries_and_all_layers_is_exact(sink: float) ->
     """Added one by one in float32, such a sum is off by more than the tolerance of 1e-3."""
     tokens, layers = 4096, 64
     observer, cache, query = observer_over(tokens, layers, sink)
-    queries = observed(QueryRuns(ints(0), ints(0), ints(tokens), ints(tokens)), total=tokens)
+    queries = observed(ObservedRuns(ints(0), ints(0), ints(tokens), ints(tokens)), total=tokens)
     observer.begin(queries, np.arange(tokens // S, dtype=np.int32)[None])
     assert observer.active and not observer.replaces_backend
     output = torch.empty_like(query)
@@ -51,7 +51,7 @@ def test_a_sum_over_thousands_of_queries_and_all_layers_is_exact(sink: float) ->
 def test_single_queries_replace_the_backend_and_others_do_not_touch_the_output() -> None:
     observer, cache, query = observer_over(128, 1, 1.0)
     table = np.array([[0, 1, 9], [2, 3, 9]], dtype=np.int32)
-    lone = observed(QueryRuns(ints(1, 0), ints(1, 0), ints(1, 1), ints(40, 33)), total=2)
+    lone = observed(ObservedRuns(ints(1, 0), ints(1, 0), ints(1, 1), ints(40, 33)), total=2)
     observer.begin(lone, table)
     assert observer.replaces_backend
     output = torch.full((3, QUERY_HEADS, D), 7.0)
@@ -61,9 +61,33 @@ def test_single_queries_replace_the_backend_and_others_do_not_touch_the_output()
     assert mass[:40].sum() == pytest.approx(QUERY_HEADS, rel=1e-5)  # in the order asked, not in the batch's
     assert mass[40:].sum() == pytest.approx(QUERY_HEADS, rel=1e-5) and len(mass) == 73
 
-    observer.begin(observed(QueryRuns(ints(0), ints(1), ints(2), ints(30)), total=3), table)
+    observer.begin(observed(ObservedRuns(ints(0), ints(1), ints(2), ints(30)), total=3), table)
     assert not observer.replaces_backend
     output.fill_(7)
     observer.attend(query[:3], *vec_views(cache), output)
     assert (output == 7).all()
     assert observer.take().sum() == pytest.approx(2 * QUERY_HEADS, rel=1e-5)
+
+
+def test_each_run_is_observed_in_its_own_manner() -> None:
+    """Two prompts' sums that fade, a third's queries one by one, and a lone query, in one forward."""
+    observer, cache, query = observer_over(128, 2, 1.0)
+    table = np.array([[0], [1], [2], [3]], dtype=np.int32)
+    runs = (ints(0, 1, 2, 3), ints(0, 3, 5, 9), ints(3, 2, 4, 1), ints(30, 20, 10, 25))
+    mixed = ObservedRuns(*runs, np.array([False, False, True, True]), np.array([0.5, 0.9, 1.0, 1.0]))
+    assert mixed.lines.tolist() == [1, 1, 4, 1]
+
+    def observe(these: ObservedRuns) -> np.ndarray:
+        observer.begin(observed(these, total=10), table)
+        for _ in range(2):
+            observer.attend(query[:10], *vec_views(cache), torch.empty(10, QUERY_HEADS, D))
+        return observer.take()
+
+    alone = [
+        observe(ObservedRuns(*(part[n : n + 1] for part in runs), bool(mixed.each_query[n]), float(decay)))
+        for n, decay in enumerate([0.5, 0.9, 1.0, 1.0])
+    ]
+    together = observe(mixed)
+    np.testing.assert_allclose(together, np.concatenate(alone), rtol=1e-6)
+    sums = [part.sum() / observer.heads for part in np.split(together, np.cumsum([30, 20, 10, 10, 10, 10]))]
+    assert sums == pytest.approx([1.75, 1.9, 1, 1, 1, 1, 1], rel=1e-5)

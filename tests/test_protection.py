@@ -5,9 +5,10 @@ from collections.abc import Callable
 import pytest
 from stub_worker import StubEngine
 
-from vtoken.config import RequestOptions, VTokenConfig
+from vtoken.config import VTokenConfig
 from vtoken.core.budget import longest_request, resolve_budget
 from vtoken.vllm_plugin.plugin import _check_request
+from vtoken.vllm_plugin.request_settings import RequestSettings
 
 MakeEngine = Callable[..., StubEngine]
 
@@ -39,7 +40,7 @@ class TestPrefix:
             VTokenConfig(budget=64, protect_prefix=60)
 
     def test_a_share_is_never_below_it(self) -> None:
-        assert resolve_budget(VTokenConfig(budget=0.1, protect_prefix=60), RequestOptions(), 200) == 60 + 32 + 1
+        assert resolve_budget(VTokenConfig(budget=0.1, protect_prefix=60), 200) == 60 + 32 + 1
 
 
 class TestPrompt:
@@ -62,14 +63,14 @@ class TestPrompt:
         assert ends == {"long": "error", "a": "length"}
 
     def test_it_is_refused_at_the_front_end(self) -> None:
-        config = VTokenConfig(budget=100, protect_prompt=True)
-        _check_request(config, {"prompt_token_ids": [1] * 67}, None)
+        settings = RequestSettings(VTokenConfig(budget=100, protect_prompt=True))
+        _check_request(settings, {"prompt_token_ids": [1] * 67}, None)
         with pytest.raises(
             ValueError,
             match=r"^vtoken: option 'budget' = 100 is below the protected prompt \+ recent \+ interval = 68 \+ 32 "
             r"\+ 1 = 101, raise the budget or protect fewer tokens\.$",
         ):
-            _check_request(config, {"prompt_token_ids": [1] * 68}, None)
+            _check_request(settings, {"prompt_token_ids": [1] * 68}, None)
 
     def test_the_longest_request_is_that_of_a_count_of_tokens(self) -> None:
         """Prompts that leave no room are refused, but a preempted request has its outputs in its prefill."""

@@ -11,7 +11,7 @@ import pytest
 from vtoken.config import VTokenConfig
 from vtoken.core.budget import cadence_of
 from vtoken.core.ledger import LengthLedger
-from vtoken.core.observed import AttendedQueries, QueryRuns
+from vtoken.core.observed import AttendedQueries, ObservedRuns
 from vtoken.core.token_table import HOLE, TokenTable
 from vtoken.kernels.copy_engine import InlineCopyEngine
 from vtoken.policies import ALL, Needs, Observation, Policy, PolicyBatch
@@ -93,10 +93,14 @@ class Driver:
             S,
             InlineCopyEngine(lambda sources, destinations: self.moved.extend(destinations.tolist())),
             self.observer,
+        )
+        self.worker._scores = ScoreKeeper(
+            self.worker.table,
+            [self.policy],
+            self.config.score_interval,
+            self.observer,
             lambda slots: (slots % 97).astype(np.float32),
         )
-        self.worker._scores._policy = self.policy
-        self.worker._scores._needs, self.worker._scores.remembers = needs, needs != Needs()
         self.observer.worker = self.worker
         self.computed: dict[str, int] = {}
         self.known: dict[str, int] = {}
@@ -379,7 +383,7 @@ class Kept:
 
     def __init__(self, needs: Needs) -> None:
         self.table, self.policy, self.given = TokenTable(4, requests=2, tokens=16), Recorder(needs), Given()
-        self.keeper = ScoreKeeper(self.table, self.policy, 1, self.given, lambda slots: slots.astype(np.float32))
+        self.keeper = ScoreKeeper(self.table, [self.policy], 1, self.given, lambda slots: slots.astype(np.float32))
         self.first_block = count(1, 8)
         self.blocks: dict[str, np.ndarray] = {}
 
@@ -414,7 +418,8 @@ class Kept:
         several = np.array(counts)
         self.given.lines = lines
         attended = self.table.end[rows]
-        queries = QueryRuns(np.arange(len(rows)), np.zeros_like(several), several, attended)
+        manner = self.keeper.manner(np.array(rows))
+        queries = ObservedRuns(np.arange(len(rows)), np.zeros_like(several), several, attended, *manner)
         self.keeper.watch(np.array(rows), several == 1, np.full(len(rows), ends_part), queries)
         return self.keeper.absorb_attention().tolist()
 
@@ -642,7 +647,7 @@ class TestGrace:
     def test_generated_tokens_are_spared_for_so_many_forwards(self) -> None:
         """With the newest evicted first, a generated token dies exactly when its grace is over."""
         driver = Driver(Needs(), sinks=2, recent=4, grace=10, record_trace=True)
-        driver.policy = driver.worker._scores._policy = type(
+        driver.policy = driver.worker._scores._policies[0] = type(
             "Newest", (), {"priority": lambda self, batch: -batch.tokens}
         )()
         driver.add(60, budget=20)

@@ -566,7 +566,7 @@ class TestTheStubItself:
 
     def test_another_victim_is_seen(self, make: MakeEngine) -> None:
         engine = self.ready(make)
-        engine.runner.vtoken._scores._policy = SimpleNamespace(priority=lambda batch: -batch.tokens)
+        engine.runner.vtoken._scores._policies[0] = SimpleNamespace(priority=lambda batch: -batch.tokens)
         with pytest.raises(AssertionError):
             engine.step()
 

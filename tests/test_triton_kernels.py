@@ -160,9 +160,9 @@ class TestCompiledForH100:
     @pytest.mark.parametrize("masked", [False, True], ids=["dense", "masked"])
     def test_attention_mass(self, monkeypatch: pytest.MonkeyPatch, case: Case, masked: bool, tmp_path: Path) -> None:
         launches = recorded(monkeypatch, attention_mass, "sum_queries", "add_mass")
-        segments = QuerySegments(*np.full((6, 2), 32, dtype=np.int64))
+        segments = QuerySegments(*np.full((6, 2), 32, dtype=np.int64), decay=np.full(2, 0.9))
         live = case.live if masked else None
-        attention_mass.attention_mass(case.query, case.key_cache, case.block_table, segments, 0.1, 0.9, case.mass, live)
+        attention_mass.attention_mass(case.query, case.key_cache, case.block_table, segments, 0.1, case.mass, live)
         for launch in launches:
             check(launch, tmp_path)
 

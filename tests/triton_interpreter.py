@@ -9,7 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from paged_attention import PATTERNS, Paged, attention_of_the_live, fill_dead, last_live, live_mask, paged
+from paged_attention import (
+    NO_SEGMENTS,
+    PATTERNS,
+    Paged,
+    attention_of_the_live,
+    fading,
+    fill_dead,
+    last_live,
+    live_mask,
+    paged,
+    segments,
+)
 from test_relocation import as_rows, bits, random_cache, random_moves, with_keys_transposed
 from torch import Tensor
 from triton.language import bfloat16, float32
@@ -129,12 +140,12 @@ def several_segments() -> QuerySegments:
         "offset": [360, 1, 10, 455],
         "stride": [0, 0, 70, 0],
     }
-    return QuerySegments(**{name: np.array(values, dtype=np.int64) for name, values in fields.items()})
+    return segments(**fields)
 
 
-def observe(function, p: Paged, decay: float, segments: QuerySegments) -> Tensor:  # type: ignore[no-untyped-def]
+def observe(function, p: Paged, decay: float | list[float], parts: QuerySegments) -> Tensor:  # type: ignore[no-untyped-def]
     mass = torch.full((p.key_cache.shape[2], 460), 0.5)
-    function(p.query, p.key_cache, p.block_table, segments, p.scale, decay, mass)
+    function(p.query, p.key_cache, p.block_table, fading(parts, decay), p.scale, mass)
     return mass
 
 
@@ -149,11 +160,17 @@ class TestAttentionMass:
         [
             ((2, 2), 64, 16, "tokens first", 0.75),
             ((4, 1), 80, 8, "vec", 1.0),
-            ((6, 2), 96, 24, "heads first", 0.75),
+            ((6, 2), 96, 24, "heads first", [0.75, 1.0, 0.5, 0.9]),
         ],
     )
     def test_equals_the_reference(
-        self, heads: tuple[int, int], head_size: int, size: int, layout: str, dtype: torch.dtype, decay: float
+        self,
+        heads: tuple[int, int],
+        head_size: int,
+        size: int,
+        layout: str,
+        dtype: torch.dtype,
+        decay: float | list[float],
     ) -> None:
         p = prompts(heads=heads, head_size=head_size, size=size, dtype=dtype, layout=layout)
         mass = observe(attention_mass, p, decay, several_segments())
@@ -175,8 +192,7 @@ class TestAttentionMass:
         assert not clean.isnan().any() and all(torch.equal(clean, other) for other in others)
 
     def test_no_segments(self) -> None:
-        none = QuerySegments(*np.empty((6, 0), dtype=np.int64))
-        assert observe(attention_mass, prompts(), 1.0, none).eq(0.5).all()
+        assert observe(attention_mass, prompts(), 1.0, NO_SEGMENTS).eq(0.5).all()
 
     def test_a_segment_shifted_by_one_is_a_difference(self) -> None:
         shifted = several_segments()

@@ -1,4 +1,4 @@
-"""Every field of ``VTokenConfig`` as an option of a command, named after it and helped by its description."""
+"""Fields of ``VTokenConfig`` as options of a command, each named after it and helped by its description."""
 
 import functools
 import inspect
@@ -11,6 +11,8 @@ from pydantic.fields import FieldInfo
 from vtoken.config import VTokenConfig
 
 PANEL = "What is evicted, and when"
+OF_SERVERS = ("request_policies", "compress")
+"""Fields that say what requests may ask for; those of our commands ask for nothing."""
 
 
 def settings_options(without: Iterable[str] = ()) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -19,7 +21,7 @@ def settings_options(without: Iterable[str] = ()) -> Callable[[Callable[..., Any
     Args:
         without: fields that the command has options of its own for.
     """
-    fields = {name: field for name, field in VTokenConfig.model_fields.items() if name not in set(without)}
+    fields = {name: field for name, field in VTokenConfig.model_fields.items() if name not in {*without, *OF_SERVERS}}
 
     def extend(command: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(command)

@@ -24,7 +24,23 @@ def _number(value: Any) -> Any:
     return value
 
 
+def _flag(value: Any) -> Any:
+    """Accept a boolean, and 0 and 1, which is what vLLM's HTTP server makes of one."""
+    if not isinstance(value, int) or value not in (0, 1):
+        raise ValueError("must be true or false, or 1 or 0")
+    return bool(value)
+
+
+def _options_by_name(value: Any) -> Any:
+    """["h2o", "tova"] -> {"h2o": {}, "tova": {}}."""
+    if isinstance(value, list | tuple) and all(isinstance(name, str) for name in value):
+        return {name: {} for name in value}
+    return value
+
+
 Budget = Annotated[int | float, BeforeValidator(_number)]
+Flag = Annotated[bool, BeforeValidator(_flag)]
+Policies = Annotated[dict[str, dict[str, Any]], BeforeValidator(_options_by_name)]
 
 
 class _Options(BaseModel):
@@ -66,6 +82,16 @@ class VTokenConfig(_Options):
     )
     policy_options: dict[str, Any] = Field(
         default_factory=dict, description="Options of the policy itself, such as {'decay': 0.95} for h2o."
+    )
+    request_policies: Policies = Field(
+        default_factory=dict,
+        description="Further policies that a request may ask for, with their options: {'h2o': {'decay': 0.95}}, or "
+        "their names alone.",
+    )
+    compress: Literal["all", "asked"] = Field(
+        "all",
+        description="Which requests are compressed: 'all' but those that set vtoken.off, or 'asked', only those that "
+        "set something else of vtoken.",
     )
     budget: Budget = Field(
         0.25,
@@ -182,19 +208,33 @@ class VTokenConfig(_Options):
     def _options_go_together(self) -> "VTokenConfig":
         if self.score_layers == []:
             raise ValueError("option 'score_layers' = [] is refused: name at least one layer, or leave it out for all")
+        if self.request_policies.get(self.policy, {}) not in ({}, self.policy_options):
+            raise ValueError(
+                f"option 'request_policies' gives other options to '{self.policy}' than policy_options does, which is "
+                "the engine's own policy and always on offer: give them there alone"
+            )
         if isinstance(self.budget, int):
             check_budget_floor(self.budget, self)
         return self
 
 
 class RequestOptions(_Options):
-    """What one request may set for itself, from ``SamplingParams.extra_args`` with keys ``vtoken.<option>``."""
+    """What one request sets for itself, from ``SamplingParams.extra_args`` with keys ``vtoken.<option>``.
 
+    None, or False, where it says nothing: the engine's settings hold.
+    """
+
+    policy: str | None = None
     budget: Budget | None = None
+    sinks: int | None = Field(None, ge=0, le=MOST_TOKENS)
+    recent: int | None = Field(None, ge=0, le=MOST_TOKENS)
+    protect_prefix: int | None = Field(None, ge=0, le=MOST_TOKENS)
+    protect_prompt: Flag | None = None
+    off: Flag = False
 
     @classmethod
-    def from_extra_args(cls, extra_args: Mapping[str, Any] | None, config: VTokenConfig) -> "RequestOptions":
-        """Pick the ``vtoken.`` keys and check them against the engine's settings.
+    def from_extra_args(cls, extra_args: Mapping[str, Any] | None) -> "RequestOptions":
+        """Pick the ``vtoken.`` keys and check each of them alone.
 
         Raises:
             ValueError: one sentence naming the option, its value and the remedy.
@@ -204,15 +244,29 @@ class RequestOptions(_Options):
         options = {
             key.removeprefix(REQUEST_PREFIX): value
             for key, value in (extra_args or {}).items()
-            if key.startswith(REQUEST_PREFIX)
+            if isinstance(key, str) and key.startswith(REQUEST_PREFIX)
         }
-        request = cls(**options)
-        if isinstance(request.budget, int):
-            try:
-                check_budget_floor(request.budget, config)
-            except ValueError as error:
-                raise ValueError(f"vtoken: {error}.") from None
-        return request
+        for name, value in options.items():
+            if value is None:
+                raise ValueError(f"vtoken: option '{name}' = None is refused: leave it out for the engine's own.")
+            if name in VTokenConfig.model_fields and name not in cls.model_fields:
+                raise ValueError(
+                    f"vtoken: option '{name}' = {value!r} is refused: a request may set {', '.join(cls.model_fields)}, "
+                    "and all else is for the engine to be started with."
+                )
+        return cls(**options)
+
+    @property
+    def overrides(self) -> dict[str, Any]:
+        """The engine's options that this request has other values for."""
+        return {name: value for name, value in self if name != "off" and value is not None}
+
+    @model_validator(mode="after")
+    def _off_stands_alone(self) -> "RequestOptions":
+        if self.off and self.overrides:
+            others = ", ".join(f"'{name}'" for name in self.overrides)
+            raise ValueError(f"option 'off' = 1 contradicts {others}: leave out one or the other")
+        return self
 
 
 def check_budget_floor(budget: int, config: VTokenConfig, prompt_length: int = 0) -> None:

@@ -5,25 +5,24 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from vtoken.config import RequestOptions, VTokenConfig, check_budget_floor
+from vtoken.config import VTokenConfig, check_budget_floor
 from vtoken.core.cadence import Cadence
 from vtoken.core.ragged import Ints
 
 
-def resolve_budget(config: VTokenConfig, options: RequestOptions, num_prompt_tokens: int) -> int:
-    """The request's budget in tokens, fixed at its first admission.
+def resolve_budget(config: VTokenConfig, num_prompt_tokens: int) -> int:
+    """The budget in tokens of a request with these settings, fixed at its first admission.
 
     A share is taken of the original prompt and rounded up; it is never below what must be protected anyway.
 
     Raises:
         ValueError: one clause, for a count of tokens that such a prompt's protected tokens exceed.
     """
-    budget = config.budget if options.budget is None else options.budget
-    if isinstance(budget, int):
-        check_budget_floor(budget, config, num_prompt_tokens)
-        return budget
+    if isinstance(config.budget, int):
+        check_budget_floor(config.budget, config, num_prompt_tokens)
+        return config.budget
     # A product such as 0.1 * 30 may end up a rounding error above the integer that was meant.
-    return max(math.ceil(round(budget * num_prompt_tokens, 9)), config.protected_with(num_prompt_tokens))
+    return max(math.ceil(round(config.budget * num_prompt_tokens, 9)), config.protected_with(num_prompt_tokens))
 
 
 def cadence_of(
@@ -45,13 +44,13 @@ def cadence_of(
 
 
 def longest_request(config: VTokenConfig, max_length: int) -> int:
-    """The most slots that a request of this length ever takes under the engine's own budget."""
-    if config.reclaim != "fill":  # a budget bounds what is attended, not the holes
+    """The most slots that a request of this length, which asks for nothing, ever takes."""
+    if config.reclaim != "fill" or config.compress == "asked":  # a budget bounds what is attended, not the holes
         return max_length
     if isinstance(config.budget, int):
         budget = config.budget  # of prompts that need more to be protected none is taken
     else:
-        budget = resolve_budget(config, RequestOptions(), max_length)
+        budget = resolve_budget(config, max_length)
     return max_length if budget >= max_length else cadence_of(config).peak_length(max_length, budget)
 
 

@@ -11,10 +11,18 @@ from numpy.typing import NDArray
 
 from vtoken.core.ragged import Ints
 
+Flags = NDArray[np.bool_]
+
+
+OWN = ("head", "protect_prompt", "recent", "prompt_queries", "decode_queries", "own_queries")
+"""Fields in which one request of an engine may differ from another."""
+
 
 @dataclass(frozen=True)
 class Cadence:
     """The rhythm of evictions and observations, in tokens; the fields are those of ``VTokenConfig`` and ``Needs``.
+
+    Those that are ``OWN`` are one value, or an array [R] with one for each request that a method is asked about.
 
     Attributes:
         interval: tokens between two evictions of a request that decodes.
@@ -28,14 +36,14 @@ class Cadence:
 
     interval: int = 1
     chunk: int = 0
-    head: int = 0
-    protect_prompt: bool = False
-    recent: int = 0
+    head: Ints | int = 0
+    protect_prompt: Flags | bool = False
+    recent: Ints | int = 0
     grace: int = 0
-    prompt_queries: int = 0
-    decode_queries: bool = False
+    prompt_queries: Ints | int = 0
+    decode_queries: Flags | bool = False
     score_interval: int = 1
-    own_queries: int = 1
+    own_queries: Ints | int = 1
 
     def next_reduction(self, position: Ints | int, prefill_end: Ints | int, budget: Ints | int) -> Ints:
         """Where the part of a prompt that holds the token before ``position`` ends and is reduced; ``position`` > 0.
@@ -53,7 +61,7 @@ class Cadence:
         Up to where its prompt is reduced for the first time, so that the result does not depend on what is cached, and
         without the queries that its policy has to look at; one at least is computed, and then the reduction follows.
         """
-        return max(int(self.next_reduction(1, prefill_end, budget)) - max(self.own_queries, 1), 0)
+        return max(int(self.next_reduction(1, prefill_end, budget)) - max(int(self.own_queries), 1), 0)
 
     def peak_length(self, tokens: int, budget: int) -> int:
         """The most tokens that a request with a budget ever attends if its prefill has this many."""
@@ -68,7 +76,7 @@ class Cadence:
         prefill_end: Ints,
         prompt_length: Ints,
         budget: Ints,
-        decodes: NDArray[np.bool_],
+        decodes: Flags,
     ) -> Ints:
         """The first of a forward's new tokens whose query is observed, ``new_tokens`` if none is; shape [R].
 
@@ -83,13 +91,12 @@ class Cadence:
         start = logical_length - new_tokens
         first = self.next_reduction(logical_length, prefill_end, budget) - self.prompt_queries
         in_prompt = np.clip(first - start, 0, new_tokens)
-        looks = self.decode_queries and ((logical_length - prompt_length) % self.score_interval == 0)
+        looks = self.decode_queries & ((logical_length - prompt_length) % self.score_interval == 0)
         return np.where(decodes, np.where(looks, 0, new_tokens), in_prompt)
 
     def protected_head(self, prompt_length: Ints) -> Ints:
         """Leading tokens that no eviction may take, shape [R]."""
-        whole = prompt_length if self.protect_prompt else np.zeros_like(prompt_length)
-        return np.maximum(self.head, whole)
+        return np.maximum(self.head, np.where(self.protect_prompt, prompt_length, 0))
 
     def protected_tail(self, logical_length: Ints, prefill_end: Ints) -> Ints:
         """Newest tokens that no eviction may take, shape [R]."""

@@ -7,14 +7,14 @@ reports it.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vtoken.core.budget import eviction_counts
-from vtoken.core.cadence import Cadence
+from vtoken.core.cadence import OWN, Cadence
 from vtoken.core.ragged import Ints
 
 _COLUMNS = (
@@ -28,6 +28,9 @@ _COLUMNS = (
     "budget",
     "prompt_length",
     "peak_blocks",
+    "policy",
+    "evicted",
+    "most_held",
 )
 
 
@@ -56,12 +59,20 @@ class StepCounts:
     ends_part: NDArray[np.bool_]
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a request: ``evicted`` tokens in the life that ended, ``most_held`` blocks in any forward."""
+
+    evicted: int
+    most_held: int
+
+
 class LengthLedger:
     """(tokens, blocks, epoch) per request, with the limits that were fixed at its first admission.
 
     Args:
         block_size: slots per block.
-        cadence: when requests are reduced and observed.
+        cadence: when requests are reduced and observed, unless they come with a cadence of their own.
         dense: requests have no holes at a forward; if not, new tokens are appended.
     """
 
@@ -79,16 +90,33 @@ class LengthLedger:
         self.budget = np.zeros(requests, dtype=np.int64)
         self.prompt_length = np.zeros(requests, dtype=np.int64)
         self.peak_blocks = np.zeros(requests, dtype=np.int64)
+        self.policy = np.zeros(requests, dtype=np.int64)
+        self.evicted = np.zeros(requests, dtype=np.int64)
+        self.most_held = np.zeros(requests, dtype=np.int64)
+        self._own = {name: np.full(requests, getattr(cadence, name)) for name in OWN}
+        self._differing: set[int] = set()  # rows whose cadence is not the engine's
         self._row_of: dict[str, int] = {}
         self._free_rows = list(range(requests - 1, -1, -1))
 
     def __contains__(self, req_id: str) -> bool:
         return req_id in self._row_of
 
-    def open(self, req_id: str, prompt_length: int, budget: int, final_length: int) -> None:
+    def open(
+        self,
+        req_id: str,
+        prompt_length: int,
+        budget: int,
+        final_length: int,
+        cadence: Cadence | None = None,
+        policy: int = 0,
+    ) -> None:
         """Register a request with its limits, in tokens; ``budget`` 0 means that it is never reduced.
 
         A request whose ``final_length`` (prompt and all outputs) is within the budget is treated as such.
+
+        Args:
+            cadence: its own, which differs from the engine's in ``OWN`` alone.
+            policy: its place among those on offer.
         """
         if req_id in self._row_of:
             raise ValueError(f"request {req_id} is already known")
@@ -97,20 +125,42 @@ class LengthLedger:
         row = self._row_of[req_id] = self._free_rows.pop()
         self.budget[row] = budget if 0 < budget < final_length else 0
         self.prompt_length[row] = prompt_length
+        self.policy[row], self.most_held[row] = policy, 0
+        cadence = cadence or self.cadence
+        for name, column in self._own.items():
+            column[row] = getattr(cadence, name)
+        if cadence != self.cadence:
+            self._differing.add(row)
         self.reset(req_id)
 
     def reset(self, req_id: str) -> None:
         """The request lost its cache (preemption) and keeps its limits."""
         row = self._row_of[req_id]
-        for column in (self.length, self.returned, self.blocks, self.read_only, self.epoch, self.peak_blocks):
-            column[row] = 0
+        for name in ("length", "returned", "blocks", "read_only", "epoch", "peak_blocks", "evicted"):
+            getattr(self, name)[row] = 0
         self.prefilling[row] = True
 
     def close(self, req_id: str) -> None:
         """Forget a request; unknown ids are ignored, since a request may end before it is admitted."""
         if req_id in self._row_of:
             self.reset(req_id)
-            self._free_rows.append(self._row_of.pop(req_id))
+            row = self._row_of.pop(req_id)
+            self._differing.discard(row)
+            self.policy[row] = 0
+            self._free_rows.append(row)
+
+    def outcome(self, req_id: str) -> Outcome:
+        """What became of a request so far; to be asked before its blocks are taken."""
+        row = self._row_of.get(req_id)
+        return Outcome(int(self.evicted[row]), int(self.most_held[row])) if row is not None else Outcome(0, 0)
+
+    def other_policies(self, req_ids: Sequence[str]) -> dict[str, int]:
+        """Of those that begin, or begin again, with the step to be scheduled: who has not the engine's policy."""
+        if not self.policy.any():
+            return {}
+        rows = np.array([self._row_of[req_id] for req_id in req_ids], dtype=np.int64)
+        begins = (self.length[rows] == 0) & (self.epoch[rows] == 0) & (self.policy[rows] > 0)
+        return {req_ids[n]: int(self.policy[rows[n]]) for n in np.flatnonzero(begins).tolist()}
 
     def live_tokens(self) -> int:
         """Tokens with a slot, over all requests; finished and waiting ones have none."""
@@ -130,8 +180,9 @@ class LengthLedger:
 
     def longest_hit(self, req_id: str, tokens: int) -> int:
         """The most tokens of a prefill of this many that the request may take from the prefix cache."""
-        budget = int(self.budget[self._row_of[req_id]])
-        return self.cadence.longest_hit(tokens, budget) if budget else tokens
+        row = self._row_of[req_id]
+        budget = int(self.budget[row])
+        return self._cadence_of(row).longest_hit(tokens, budget) if budget else tokens
 
     def hold_blocks(self, req_id: str, blocks: int) -> None:
         """The request now holds this many blocks."""
@@ -208,6 +259,7 @@ class LengthLedger:
                 that it has to compute before it decodes.
         """
         rows = np.array([self._row_of[req_id] for req_id in req_ids], dtype=np.int64)
+        cadence = self._cadence_of(rows) if self._differing else self.cadence
         epoch = self.epoch[rows]
         # Whoever is whole may have begun with tokens from the prefix cache, which no step computed.
         length = np.where(epoch == 0, logical_length - new_tokens, self.length[rows])
@@ -216,7 +268,7 @@ class LengthLedger:
         decodes, budget = ~self.prefilling[rows], self.budget[rows]
         prefill_end = self.prefill_end[rows] = np.where(decodes, self.prefill_end[rows], known_length)
         ends_prefill = ~decodes & (logical_length >= known_length)
-        ends_part = ~decodes & (logical_length == self.cadence.next_reduction(logical_length, prefill_end, budget))
+        ends_part = ~decodes & (logical_length == cadence.next_reduction(logical_length, prefill_end, budget))
         evict = eviction_counts(
             attended,
             logical_length,
@@ -224,7 +276,7 @@ class LengthLedger:
             budget,
             ends_part,
             decodes,
-            self.cadence.interval,
+            cadence.interval,
         )
         reduced = evict > 0
         # A forward that decodes computes one token: its slot is kept, so that steady decoding allocates nothing.
@@ -234,10 +286,12 @@ class LengthLedger:
             known = self.read_only[rows] == 0
             keep_blocks[known & reduced] = self._blocks_for(attended - evict + next_tokens)[known & reduced]
             self.returned[rows] += np.where(known, evict, 0)
-        observe_from = self.cadence.observed_from(
+        observe_from = cadence.observed_from(
             logical_length, new_tokens, prefill_end, self.prompt_length[rows], budget, decodes
         )
         self.length[rows] = attended - evict
+        self.evicted[rows] += evict
+        self.most_held[rows] = np.maximum(self.most_held[rows], num_blocks)
         self.epoch[rows] = epoch + reduced
         self.blocks[rows] = keep_blocks
         self.prefilling[rows] = ~(decodes | ends_prefill)
@@ -251,8 +305,8 @@ class LengthLedger:
             evict,
             keep_blocks,
             next_tokens,
-            head=self.cadence.protected_head(self.prompt_length[rows]),
-            protect=self.cadence.protected_tail(logical_length, prefill_end),
+            head=cadence.protected_head(self.prompt_length[rows]),
+            protect=cadence.protected_tail(logical_length, prefill_end),
             observe_from=np.where(budget > 0, observe_from, new_tokens),
             decodes=decodes,
             ends_part=ends_part,
@@ -277,6 +331,10 @@ class LengthLedger:
         """Blocks that a request without holes takes when it decodes its next token."""
         return int(self._blocks_for(self.length[self._row_of[req_id]] + 1))
 
+    def _cadence_of(self, rows: Any) -> Cadence:
+        """That of one request, or of several."""
+        return replace(self.cadence, **{name: column[rows] for name, column in self._own.items()})
+
     def _blocks_for(self, tokens: Any) -> Any:
         return -(-tokens // self.block_size)
 
@@ -285,4 +343,6 @@ class LengthLedger:
         for name in _COLUMNS:
             array = getattr(self, name)
             setattr(self, name, np.concatenate([array, np.zeros_like(array)]))
+        for name, array in self._own.items():
+            self._own[name] = np.concatenate([array, np.zeros_like(array)])
         self._free_rows.extend(range(2 * old - 1, old - 1, -1))

@@ -19,7 +19,7 @@ def prompt_hash(prompt: Sequence[int] | None) -> int:
 
 
 class TokenScores:
-    """Three numbers per logical token and three per request, in the rows of a token table.
+    """Three numbers per logical token and four per request, in the rows of a token table.
 
     Indexed by logical id, so that neither an eviction nor a relocation has to touch them.
 
@@ -30,6 +30,7 @@ class TokenScores:
         pending_queries: how many these are, int64 [rows].
         prompt_hash: depends on the tokens of the request's prompt alone, int64 [rows].
         first_query: position of the first query that the request computed itself, int64 [rows].
+        policy: place of the request's policy among those on offer, int64 [rows].
     """
 
     def __init__(self, table: TokenTable) -> None:
@@ -40,16 +41,18 @@ class TokenScores:
         self.pending_queries = np.zeros(0, dtype=np.int64)
         self.prompt_hash = np.zeros(0, dtype=np.int64)
         self.first_query = np.zeros(0, dtype=np.int64)
+        self.policy = np.zeros(0, dtype=np.int64)
 
-    def start(self, row: int, prompt_hash: int, first_query: int) -> None:
+    def start(self, row: int, prompt_hash: int, first_query: int, policy: int = 0) -> None:
         """A request has taken this row."""
         rows = self._table.logical_at.shape[0]
         if len(self.prompt_hash) != rows:
-            for name in ("pending_queries", "prompt_hash", "first_query"):
+            for name in ("pending_queries", "prompt_hash", "first_query", "policy"):
                 setattr(self, name, np.resize(getattr(self, name), rows))
         self.pending_queries[row] = 0
         self.prompt_hash[row] = prompt_hash
         self.first_query[row] = first_query
+        self.policy[row] = policy
 
     def follow(self, rows: Ints, tokens: Ints) -> None:
         """New tokens have been registered, shape [N] each: they start with nothing, in a table that may have grown."""

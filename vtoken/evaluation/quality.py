@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from vtoken.config import RequestOptions, VTokenConfig
+from vtoken.config import VTokenConfig
 from vtoken.core.budget import resolve_budget
 from vtoken.evaluation.child import run_child
 from vtoken.evaluation.plan import BLOCK_SIZE, engine_arguments, load_model_description
@@ -135,7 +135,7 @@ def _run(plan: QualityPlan, config: VTokenConfig | None, bar: Progress) -> Quali
 
 def _check_that_it_evicts(config: VTokenConfig, question: Question) -> None:
     tokens = len(question.prompt_token_ids)
-    budget = resolve_budget(config, RequestOptions(), tokens)
+    budget = resolve_budget(config, tokens)
     if tokens <= budget - config.interval:
         raise ValueError(
             f"a budget of {budget} tokens keeps all {tokens} tokens of question {question.question_id}; use smaller "

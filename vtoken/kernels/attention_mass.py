@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from vtoken.core.ragged import Ints
@@ -12,7 +14,9 @@ from vtoken.kernels.layout import positions_of
 
 @dataclass(frozen=True)
 class QuerySegments:
-    """Runs of consecutive queries, each of one request. All int64, one number for each of n segments, shape [n].
+    """Runs of consecutive queries, each of one request; one number for each of n segments, shape [n].
+
+    All int64, but for ``decay``, which is float64.
 
     Attributes:
         first: row in ``query`` of a segment's first query.
@@ -21,6 +25,7 @@ class QuerySegments:
         row: the request's row of the block table.
         offset: where position 0 lies in ``mass``.
         stride: 0 if all queries of the segment add up at ``offset``; otherwise query j adds at ``offset + j * stride``.
+        decay: where they add up, the weight of a query relative to the one after it, 0 < decay <= 1.
 
     The places that two segments add to do not overlap, nor do those of two queries whose stride is not 0.
     """
@@ -31,6 +36,7 @@ class QuerySegments:
     row: Ints
     offset: Ints
     stride: Ints
+    decay: NDArray[np.float64]
 
 
 def attention_mass_reference(
@@ -39,7 +45,6 @@ def attention_mass_reference(
     block_table: Tensor,
     segments: QuerySegments,
     scale: float,
-    decay: float,
     mass: Tensor,
     live: Tensor | None = None,
 ) -> None:
@@ -62,14 +67,14 @@ def attention_mass_reference(
         block_table: [R, W], int32.
         segments: which queries to look at, and where their mass goes.
         scale: what a product of query and key is multiplied by, usually D ** -0.5.
-        decay: 0 < decay <= 1.
         mass: float32 [lanes, N], added to, never cleared; the reference uses lane 0.
         live: bool [R, P], P >= the most positions attended, True where a position takes part, at least once within
             each query's context; None: all do.
     """
     group = query.shape[1] // key_cache.shape[2]
     fields = (segments.first, segments.count, segments.context, segments.row, segments.offset, segments.stride)
-    for first, count, context, row, offset, stride in zip(*(field.tolist() for field in fields), strict=True):
+    numbers = zip(*(field.tolist() for field in (*fields, segments.decay)), strict=True)
+    for first, count, context, row, offset, stride, decay in numbers:
         keys = positions_of(key_cache, block_table[row], context + count - 1).float().repeat_interleave(group, dim=1)
         for j in range(count):
             length, start = context + j, offset + j * stride

@@ -31,17 +31,47 @@ POLICIES: dict[str, type[Policy]] = {
 ENGINE_OPTION = "observation_window"
 """A policy's field of this name takes the engine's option."""
 
-__all__ = ["ALL", "POLICIES", "Needs", "Observation", "Policy", "PolicyBatch", "load_policy"]
+__all__ = [
+    "ALL",
+    "POLICIES",
+    "Needs",
+    "Observation",
+    "Policy",
+    "PolicyBatch",
+    "check_settings",
+    "load_policies",
+    "load_policy",
+]
 
 
 def load_policy(config: VTokenConfig) -> Policy:
-    """The policy that ``config.policy`` names, with ``config.policy_options``.
-
-    A policy may have a method ``check(config)`` that raises ValueError, in one clause, for settings it cannot take.
+    """The policy that ``config.policy`` names, with ``config.policy_options``, if the settings suit it.
 
     Raises:
         ValueError: one sentence for the user, about the name, an option, or the settings.
     """
+    policy = make_policy(config)
+    check_settings(policy, config)
+    return policy
+
+
+def load_policies(config: VTokenConfig) -> dict[str, Policy]:
+    """The engine's own policy, and then those that requests may ask for beside it, by name.
+
+    Whether the settings suit one of the latter depends on the request that asks for it.
+
+    Raises:
+        ValueError: as ``load_policy``.
+    """
+    others = {name: options for name, options in config.request_policies.items() if name != config.policy}
+    return {config.policy: load_policy(config)} | {
+        name: make_policy(config.model_copy(update={"policy": name, "policy_options": options}))
+        for name, options in others.items()
+    }
+
+
+def make_policy(config: VTokenConfig) -> Policy:
+    """As ``load_policy``, whatever the other settings are."""
     policy_class = _own_class(config.policy) if ":" in config.policy else _built_in(config.policy)
     policy = _instance(policy_class, config)
     try:
@@ -54,16 +84,26 @@ def load_policy(config: VTokenConfig) -> Policy:
         )
     if needs.attention and policy_class.observe is Policy.observe:
         raise ValueError(f"vtoken: policy '{config.policy}' asks for attention; give its class a method 'observe'.")
+    return policy
+
+
+def check_settings(policy: Policy, config: VTokenConfig) -> None:
+    """Refuse settings that a policy cannot take.
+
+    A policy may have a method ``check(config)`` that raises ValueError, in one clause, for those.
+
+    Raises:
+        ValueError: one sentence for the user.
+    """
     try:
         policy.check(config)
     except ValueError as error:
         raise ValueError(f"vtoken: {error}.") from None
-    if needs.decode_queries and max(config.recent, config.grace) < config.score_interval - 1:
+    if policy.needs.decode_queries and max(config.recent, config.grace) < config.score_interval - 1:
         raise ValueError(
             f"vtoken: option 'score_interval' = {config.score_interval} is refused: a new token could be evicted "
             f"before any query was observed for it; set recent to at least {config.score_interval - 1}."
         )
-    return policy
 
 
 def _built_in(name: str) -> type[Policy]:

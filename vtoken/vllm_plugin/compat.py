@@ -37,9 +37,10 @@ from vtoken.kernels.digest import digest
 from vtoken.kernels.key_norms import KeyNorms
 from vtoken.kernels.layout import BlockLayout, check_vec_layout, probe_layout, vec_views
 from vtoken.kernels.relocation import Relocator
-from vtoken.policies import Needs, load_policy
+from vtoken.policies import Needs, load_policies, load_policy
 from vtoken.vllm_plugin.attention import observe
 from vtoken.vllm_plugin.kv_cache import EvictableAttentionManager, EvictableAttentionSpec
+from vtoken.vllm_plugin.plugin import OPTION
 from vtoken.vllm_plugin.protocol import StepPlan, StepReport
 from vtoken.vllm_plugin.ranks import Ranks
 from vtoken.vllm_plugin.scheduler import EvictionScheduler, ScheduledStep
@@ -164,9 +165,12 @@ class VTokenScheduler(Scheduler):
                 self._ending.add(req_id)
 
     def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
-        result = super()._free_request(request, delay_free_blocks)
+        outcome = self.vtoken.outcome(request.request_id)
+        transfer, *others = super()._free_request(request, delay_free_blocks)
         self.vtoken.forget(request.request_id)
-        return result
+        # What vLLM's front end passes on with a finished request, whoever it comes from.
+        told = {"tokens_evicted": outcome.evicted, "peak_blocks": outcome.most_held}
+        return {**(transfer or {}), OPTION: told}, *others
 
     def _request_blocks_can_be_freed(self, request: Request) -> bool:
         # Asked before a preemption: while blocks are on their way back, waiting one step is enough. Never so while
@@ -211,15 +215,16 @@ class EvictingRunner(_Runner):
         self.vtoken.wait_for_copies()
         self._vtoken_follow_blocks()
         cached = scheduler_output.scheduled_cached_reqs
+        plan = plan_of(scheduler_output)
         self.vtoken.begin_step(
-            plan_of(scheduler_output),
+            plan,
             ended=[*scheduler_output.finished_req_ids, *(scheduler_output.preempted_req_ids or ())],
             started={
-                new.req_id: Start(new.prompt_token_ids, new.num_computed_tokens)
+                new.req_id: Start(new.prompt_token_ids, new.num_computed_tokens, plan.policies.get(new.req_id, 0))
                 for new in scheduler_output.scheduled_new_reqs
             }
             | {
-                req_id: Start(self.requests[req_id].prompt_token_ids, hit)
+                req_id: Start(self.requests[req_id].prompt_token_ids, hit, plan.policies.get(req_id, 0))
                 for req_id, hit in zip(cached.req_ids, cached.num_computed_tokens, strict=True)
                 if req_id in cached.resumed_req_ids
             },
@@ -279,14 +284,16 @@ def _evictable(name: str, spec: KVCacheSpec) -> KVCacheSpec:
 
 
 def _eviction_worker(vllm_config: Any, layers: list[Any], spec: EvictableAttentionSpec) -> EvictionWorker:
-    """The worker's part over the caches of these attention layers, with what its policy needs measured."""
+    """The worker's part over the caches of these attention layers, with what its policies need measured."""
     config = settings_of(vllm_config)
     cache = _all_layers([layer.kv_cache for layer in layers])
     layout = _probe(layers[0], spec)
-    needs = load_policy(config).needs
+    needs = {name: policy.needs for name, policy in load_policies(config).items()}
     holes = config.reclaim != "fill" or vllm_config.cache_config.enable_prefix_caching
-    observer = _observe(config, layers, layout, spec, needs, holes) if needs.attention or holes else None
-    key_norms = KeyNorms(cache, layout, spec.num_kv_heads, spec.head_size) if needs.key_norms else None
+    looks = any(one.attention for one in needs.values())
+    observer = _observe(config, layers, layout, spec, needs, holes) if looks or holes else None
+    measures = any(one.key_norms for one in needs.values())
+    key_norms = KeyNorms(cache, layout, spec.num_kv_heads, spec.head_size) if measures else None
     ranks = TensorParallelRanks() if vllm_config.parallel_config.tensor_parallel_size > 1 else Ranks()
     copies = copy_engine_for(cache.device.type, Relocator(cache, layout), config.copies)
     digests = partial(_digests, cache, layout, _memory_order(layers)) if config.verify else None
@@ -321,7 +328,7 @@ def _observe(
     layers: list[Any],
     layout: BlockLayout,
     spec: EvictableAttentionSpec,
-    needs: Needs,
+    needs: dict[str, Needs],
     holes: bool,
 ) -> AttentionObserver:
     """Lay an observer over the layers that it may have to attend, or refuse with ValueError in one sentence."""
@@ -330,8 +337,10 @@ def _observe(
         layers, counts = [layers[n] for n in counts], list(range(len(counts)))
     impl = layers[0].impl
     if type(impl).__name__ != "CPUAttentionBackendImpl" or impl.logits_soft_cap or impl.sinks is not None:
-        wants = f"policy '{config.policy}' looks at attention"
-        if not needs.attention:
+        look = [name for name, one in needs.items() if one.attention]
+        if look:
+            wants = f"policy '{look[0]}' looks at attention"
+        else:
             wants = "prefix caching leaves holes" if config.reclaim == "fill" else f"'{config.reclaim}' leaves holes"
         raise ValueError(
             f"vtoken: {wants}, which is not supported yet with {type(impl).__name__} or with a soft cap or sinks in "
@@ -343,9 +352,7 @@ def _observe(
         num_query_heads=impl.num_heads,
         num_layers=len(counts),
         scale=impl.scale,
-        each_query=needs.each_query,
-        decay=needs.query_decay,
-        prompts=needs.prompt_queries > 0,
+        prompts=any(one.prompt_queries > 0 for one in needs.values()),
         holes=holes,
     )
     observe(layers, observer, counts)
@@ -381,7 +388,8 @@ def _beside_scores(available: int, runner: Any) -> int:
     layers = list(runner.get_kv_cache_spec().values())
     cached = sum(layer.page_size_bytes for layer in layers) / layers[0].block_size
     lanes = torch.get_num_threads() if runner.device.type == "cpu" else layers[0].num_kv_heads
-    scored = score_bytes(load_policy(settings_of(runner.vllm_config)).needs, lanes)
+    policies = load_policies(settings_of(runner.vllm_config)).values()
+    scored = max(score_bytes(policy.needs, lanes) for policy in policies)  # whatever requests will ask for
     return int(available * cached / (cached + scored))
 
 

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from vtoken.config import RequestOptions, VTokenConfig
-from vtoken.core.budget import resolve_budget
-from vtoken.policies import load_policy
+from vtoken.config import VTokenConfig
+from vtoken.policies import load_policies
+from vtoken.vllm_plugin.request_settings import RequestSettings
 
 SUPPORTED = "0.32."
 OPTION = "vtoken"
@@ -86,7 +86,7 @@ def parse_config(options: Mapping[str, Any] | VTokenConfig) -> VTokenConfig:
             "such as {'budget': 0.25}."
         )
     config = options if isinstance(options, VTokenConfig) else VTokenConfig(**options)
-    load_policy(config)
+    load_policies(config)
     return config
 
 
@@ -118,14 +118,14 @@ def _validate_requests(config: VTokenConfig) -> None:
 
     platform = type(current_platform)
     hooked = platform.validate_request
-    stock, configs = getattr(hooked, _MARK, (hooked, ()))
-    configs = (*(known for known in configs if known != config), config)
+    stock, engines = getattr(hooked, _MARK, (hooked, ()))
+    engines = (*(known for known in engines if known.config != config), RequestSettings(config))
 
     @functools.wraps(stock.__func__)
     def validate_request(cls: type, processed_inputs: Any, params: Any) -> None:
         stock.__func__(cls, processed_inputs, params)
         refusal: ValueError | None = None
-        for known in reversed(configs):
+        for known in reversed(engines):
             try:
                 _check_request(known, processed_inputs, params)
                 return
@@ -134,15 +134,11 @@ def _validate_requests(config: VTokenConfig) -> None:
         assert refusal is not None
         raise refusal
 
-    setattr(validate_request, _MARK, (stock, configs))
+    setattr(validate_request, _MARK, (stock, engines))
     platform.validate_request = classmethod(validate_request)
 
 
-def _check_request(config: VTokenConfig, processed_inputs: Any, params: Any) -> None:
-    """Raise ValueError, in one sentence, for a request that such an engine would not take."""
-    options = RequestOptions.from_extra_args(getattr(params, "extra_args", None), config)
+def _check_request(settings: RequestSettings, processed_inputs: Any, params: Any) -> None:
+    """Raise ValueError, in one sentence, for a request that an engine with these settings would not take."""
     prompt = processed_inputs.get("prompt_token_ids") if isinstance(processed_inputs, Mapping) else None
-    try:
-        resolve_budget(config, options, len(prompt or ()))
-    except ValueError as error:
-        raise ValueError(f"vtoken: {error}.") from None
+    settings.terms(getattr(params, "extra_args", None)).budget(len(prompt or ()))

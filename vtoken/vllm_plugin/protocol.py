@@ -24,6 +24,7 @@ class StepPlan:
         read_only: leading blocks that are shared or cached and must not be written from now on, for the requests of
             which that has changed.
         copy_out: what a request is to do with the last of its read-only blocks.
+        policies: for requests that begin with this step, which of the policies on offer is theirs; else the engine's.
     """
 
     step: int
@@ -32,6 +33,7 @@ class StepPlan:
     granted: list[int] = field(default_factory=list)
     read_only: dict[str, int] = field(default_factory=dict)
     copy_out: dict[str, CopyOut] = field(default_factory=dict)
+    policies: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass

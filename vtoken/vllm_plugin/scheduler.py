@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from vtoken.config import RequestOptions, VTokenConfig
-from vtoken.core.budget import resolve_budget
-from vtoken.core.ledger import LengthLedger
+from vtoken.config import VTokenConfig
+from vtoken.core.ledger import LengthLedger, Outcome
 from vtoken.core.reclamation import BlockChange
 from vtoken.core.reclamation_manager import ReclamationManager
 from vtoken.vllm_plugin.protocol import StepPlan, StepReport
 from vtoken.vllm_plugin.read_only import BlockLists, Decisions, Pool, ReadOnlyBlocks
+from vtoken.vllm_plugin.request_settings import RequestSettings
 
 
 @dataclass
@@ -68,7 +68,7 @@ class EvictionScheduler:
         self, config: VTokenConfig, ledger: LengthLedger, pool_blocks: int, pool: Pool, lists: BlockLists
     ) -> None:
         self.stats = ReclamationStats()
-        self._config = config
+        self._requests = RequestSettings(config)
         self._ledger = ledger
         self._pool_blocks = pool_blocks
         self._pool = pool
@@ -97,19 +97,17 @@ class EvictionScheduler:
         Raises:
             ValueError: one sentence, for bad settings or for a request that the pool could never hold.
         """
-        options = RequestOptions.from_extra_args(extra_args, self._config)
-        try:
-            budget = resolve_budget(self._config, options, prompt_length)
-        except ValueError as error:
-            raise ValueError(f"vtoken: {error}.") from None
-        self._ledger.open(req_id, prompt_length, budget, prompt_length + max_tokens)
+        terms = self._requests.terms(extra_args)
+        budget = terms.budget(prompt_length)
+        self._ledger.open(req_id, prompt_length, budget, prompt_length + max_tokens, terms.cadence, terms.policy)
         peak = self._ledger.most_blocks(req_id, prompt_length + max_tokens)
         if peak > self._pool_blocks:
             self._ledger.close(req_id)
+            kept = f"with a budget of {budget} tokens" if budget else "without compression"
             remedy = "give it a smaller 'vtoken.budget'" if self._ledger.dense else "ask for fewer tokens"
             raise ValueError(
-                f"vtoken: request {req_id} with a budget of {budget} tokens needs up to {peak} blocks, and the "
-                f"pool has {self._pool_blocks}; {remedy} or make the pool larger."
+                f"vtoken: request {req_id} {kept} needs up to {peak} blocks, and the pool has {self._pool_blocks}; "
+                f"{remedy} or make the pool larger."
             )
 
     def clamp(self, req_id: str, computed: int, new_tokens: int) -> int:
@@ -119,6 +117,10 @@ class EvictionScheduler:
     def admit_unreduced(self, req_id: str, prompt_length: int) -> None:
         """Register a request that will be refused: it needs a row, and no budget."""
         self._ledger.open(req_id, prompt_length, 0, prompt_length)
+
+    def outcome(self, req_id: str) -> Outcome:
+        """What became of a request that is about to be forgotten."""
+        return self._ledger.outcome(req_id)
 
     def forget(self, req_id: str) -> None:
         """The request is over."""
@@ -144,6 +146,7 @@ class EvictionScheduler:
     def plan(self, scheduled: ScheduledStep) -> StepPlan:
         """State what each request computes and forgets in this step, and cut its block list to what it keeps."""
         logical_length = np.fromiter(scheduled.logical_length, dtype=np.int64)
+        policies = self._ledger.other_policies(scheduled.req_ids)
         counts = self._ledger.schedule(
             scheduled.req_ids,
             np.fromiter(scheduled.new_tokens, dtype=np.int64),
@@ -166,6 +169,7 @@ class EvictionScheduler:
             [block.block_id for block in granted],
             decided.read_only,
             decided.copy_out,
+            policies,
         )
 
     def _grant(self) -> list[Any]:

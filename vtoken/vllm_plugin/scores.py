@@ -1,13 +1,13 @@
-"""What the policy is told: the attention of observed queries and the norms of keys, token by token."""
+"""What the policies are told: the attention of observed queries and the norms of keys, token by token."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vtoken.core.observed import AttendedQueries, QueryRuns
+from vtoken.core.observed import AttendedQueries, ObservedRuns
 from vtoken.core.ragged import Ints, offsets_of, ranges, segment_ids
 from vtoken.core.token_scores import Floats, TokenScores, prompt_hash
 from vtoken.core.token_table import HOLE, TokenTable
@@ -30,7 +30,7 @@ class Observer(Protocol):
         """The masses of the forward that has just ended.
 
         Request after request, and in each request either one row of ``attended`` numbers, the sum over its queries,
-        or one such row per query, oldest first, as the policy needs it. Holes have none.
+        or one such row per query, oldest first, as its ``ObservedRuns`` asks for it. Holes have none.
         """
 
 
@@ -55,6 +55,16 @@ def _read_only(batch: Shown) -> Shown:
     return batch
 
 
+def _part(batch: PolicyBatch, requests: Ints, tokens: Ints) -> PolicyBatch:
+    """Some requests of a batch, and the places of their tokens in it."""
+    names = ("counts", "length", "prompt_hash", "first_query")
+    return replace(
+        batch,
+        **{name: getattr(batch, name)[tokens] for name in ("tokens", "state", "key_norm")},
+        **{name: getattr(batch, name)[requests] for name in names},
+    )
+
+
 @dataclass(frozen=True)
 class _Watched:
     """The requests whose queries a forward observes, shape [R] each; see ``StepCounts`` for the flags."""
@@ -62,15 +72,29 @@ class _Watched:
     rows: Ints
     decodes: NDArray[np.bool_]
     ends_part: NDArray[np.bool_]
-    queries: QueryRuns
+    queries: ObservedRuns
+
+
+@dataclass(frozen=True)
+class _Look:
+    """What requests with the same policy were given by ``count`` queries each; shape [R], ``mass`` of live tokens."""
+
+    policy: int
+    rows: Ints
+    decodes: NDArray[np.bool_]
+    ends_part: NDArray[np.bool_]
+    count: Ints
+    mass: Floats
 
 
 class ScoreKeeper:
-    """Feeds a policy with what its needs say, and keeps what it makes of it.
+    """Feeds policies with what their needs say, and keeps what they make of it.
+
+    Each policy is called once for all of its requests.
 
     Args:
         table: where the tokens lie.
-        policy: whose ``observe`` is called.
+        policies: those that requests can have.
         score_interval: decode queries that an observed one stands for.
         observer: for policies that look at attention.
         key_norms: for policies that look at keys.
@@ -80,69 +104,80 @@ class ScoreKeeper:
     def __init__(
         self,
         table: TokenTable,
-        policy: Policy,
+        policies: Sequence[Policy],
         score_interval: int = 1,
         observer: Observer | None = None,
         key_norms: KeyNorms | None = None,
         ranks: Ranks | None = None,
     ) -> None:
         self._table = table
-        self._policy = policy
-        self._needs = policy.needs
+        self._policies = list(policies)
+        self._needs = [policy.needs for policy in policies]
+        self._each_query = np.array([needs.each_query for needs in self._needs])
+        self._query_decay = np.array([needs.query_decay for needs in self._needs])
+        self._wants_norms = np.array([needs.key_norms for needs in self._needs])
         self._score_interval = score_interval
         self._observer = observer
         self._key_norms = key_norms
         self._ranks = ranks or Ranks()
-        self.remembers = self._needs.attention or self._needs.key_norms
+        self.attention = any(needs.attention for needs in self._needs)
+        self.remembers = self.attention or bool(self._wants_norms.any())
         self._scores = TokenScores(table)
         self._watched: _Watched | None = None
-        assert observer is not None or not self._needs.attention
-        assert key_norms is not None or not self._needs.key_norms
+        assert observer is not None or not self.attention
+        assert key_norms is not None or not self._wants_norms.any()
 
-    def start(self, row: int, prompt: Sequence[int] | None, prefix_hit: int = 0) -> None:
-        """A request begins in this row of the table; so many of its tokens come from the prefix cache."""
-        self._scores.start(row, prompt_hash(prompt), prefix_hit)
+    def start(self, row: int, prompt: Sequence[int] | None, prefix_hit: int = 0, policy: int = 0) -> None:
+        """A request begins in this row of the table; so many of its tokens come from the prefix cache.
+
+        Args:
+            policy: its place among the policies.
+        """
+        self._scores.start(row, prompt_hash(prompt), prefix_hit, policy)
 
     def follow(self, rows: Ints, tokens: Ints) -> None:
         """These tokens have a slot from now on, shape [N] each, whether computed or taken from the prefix cache."""
         self._scores.follow(rows, tokens)
+
+    def manner(self, rows: Ints) -> tuple[Any, Any]:
+        """How queries of these requests are to be observed: the last two fields of ``ObservedRuns``."""
+        if len(self._policies) == 1:
+            return self._needs[0].each_query, self._needs[0].query_decay
+        policy = self._scores.policy[rows]
+        return self._each_query[policy], self._query_decay[policy]
 
     def watch(
         self,
         rows: Ints,
         decodes: NDArray[np.bool_],
         ends_part: NDArray[np.bool_],
-        queries: QueryRuns,
+        queries: ObservedRuns,
     ) -> None:
         """The next forward's observed queries, of requests in these rows; the flags are those of ``StepCounts``."""
         self._watched = _Watched(rows, decodes, ends_part, queries) if len(rows) else None
 
     def absorb_keys(self, rows: Ints, tokens: Ints, slots: Ints) -> None:
         """The keys of these tokens lie in their slots now, shape [N] each."""
-        if self._needs.key_norms and len(slots):
+        if not self._wants_norms.any():
+            return
+        if not self._wants_norms.all():
+            wanted = self._wants_norms[self._scores.policy[rows]]
+            rows, tokens, slots = rows[wanted], tokens[wanted], slots[wanted]
+        if len(slots):
             assert self._key_norms is not None
             self._scores.key_norm[rows, tokens] = self._ranks.sum(self._key_norms(slots))
 
     def absorb_attention(self) -> Ints:
-        """Let the policy look at the forward that has just ended; rows whose attention is no probability."""
+        """Let the policies look at the forward that has just ended; rows whose attention is no probability."""
         watched, self._watched = self._watched, None
         if watched is None:
             return np.empty(0, dtype=np.int64)
         assert self._observer is not None
-        queries = watched.queries
         mass = self._of_live(watched, self._ranks.sum(self._observer.take()))
-        if not self._needs.each_query:
-            return self._absorb_sum(watched, mass)
-        live = self._table.num_live[watched.rows]
-        lines = np.repeat(live, queries.count)
-        starts, first_line = offsets_of(lines)[:-1], offsets_of(queries.count)[:-1]
         wrong = []
-        for turn in range(int(queries.count.max())):
-            some = np.flatnonzero(queries.count > turn)
-            later = queries.count[some] - 1 - turn
-            line = mass[ranges(starts[first_line[some] + turn], live[some])]
-            wrong.append(self._blank_wrong(watched.rows[some], line, np.ones_like(some)))
-            self._show(watched.rows[some], line, np.ones_like(some), later, ~watched.decodes[some])
+        for look in self._by_policy(watched, mass):
+            absorb = self._absorb_lines if self._needs[look.policy].each_query else self._absorb_sum
+            wrong.append(absorb(look))
         return np.unique(np.concatenate(wrong))
 
     def priorities(self, rows: Ints) -> tuple[PolicyBatch, NDArray[np.floating] | Ints]:
@@ -151,10 +186,34 @@ class ScoreKeeper:
         Raises:
             ValueError: one sentence, for a policy that does not return one number per token.
         """
-        batch = _read_only(self._batch(rows))
-        priority = np.asarray(self._policy.priority(batch))
-        self._require(priority, len(batch.tokens), "priority")
+        batch, policy = self._batch(rows), self._scores.policy[rows]
+        if (policy == policy[0]).all():
+            return batch, self._ask(int(policy[0]), batch)
+        priority, starts = np.empty(len(batch.tokens)), offsets_of(batch.counts)[:-1]
+        for one in np.unique(policy).tolist():
+            some = np.flatnonzero(policy == one)
+            place = ranges(starts[some], batch.counts[some])
+            priority[place] = self._ask(one, _part(batch, some, place))
         return batch, priority
+
+    # -- inside -----------------------------------------------------------------------------------------------
+
+    def _ask(self, policy: int, batch: PolicyBatch) -> NDArray[np.floating] | Ints:
+        priority = np.asarray(self._policies[policy].priority(_read_only(batch)))
+        self._require(policy, priority, len(batch.tokens), "priority")
+        return priority
+
+    def _by_policy(self, watched: _Watched, mass: Floats) -> Iterator[_Look]:
+        policy, count = self._scores.policy[watched.rows], watched.queries.count
+        if (policy == policy[0]).all():
+            yield _Look(int(policy[0]), watched.rows, watched.decodes, watched.ends_part, count, mass)
+            return
+        sizes = watched.queries.lines * self._table.num_live[watched.rows]
+        starts = offsets_of(sizes)[:-1]
+        for one in np.unique(policy).tolist():
+            some = np.flatnonzero(policy == one)
+            flags = watched.decodes[some], watched.ends_part[some]
+            yield _Look(one, watched.rows[some], *flags, count[some], mass[ranges(starts[some], sizes[some])])
 
     def _batch(self, rows: Ints) -> PolicyBatch:
         owner, tokens, live = self._live(rows)
@@ -168,34 +227,51 @@ class ScoreKeeper:
             first_query=self._scores.first_query[rows],
         )
 
-    def _absorb_sum(self, watched: "_Watched", mass: Floats) -> Ints:
+    def _absorb_lines(self, look: _Look) -> Ints:
+        """Show each query alone, the oldest of every request first."""
+        live = self._table.num_live[look.rows]
+        lines = np.repeat(live, look.count)
+        starts, first_line = offsets_of(lines)[:-1], offsets_of(look.count)[:-1]
+        wrong = []
+        for turn in range(int(look.count.max())):
+            some = np.flatnonzero(look.count > turn)
+            later = look.count[some] - 1 - turn
+            line = look.mass[ranges(starts[first_line[some] + turn], live[some])]
+            rows, one = look.rows[some], np.ones_like(some)
+            wrong.append(self._blank_wrong(look.policy, rows, line, one))
+            self._show(look.policy, rows, line, one, later, ~look.decodes[some])
+        return np.concatenate(wrong)
+
+    def _absorb_sum(self, look: _Look) -> Ints:
         """Add a prompt's queries to those before them, and show what is complete."""
-        rows, count = watched.rows, watched.queries.count
-        wrong = self._blank_wrong(rows, mass, count)
-        scores, prompts = self._scores, ~watched.decodes
+        rows, count, mass = look.rows, look.count, look.mass
+        wrong = self._blank_wrong(look.policy, rows, mass, count)
+        scores, prompts = self._scores, ~look.decodes
         if prompts.any():
             owner, tokens, live = self._live(rows)
             of_prompt = np.repeat(prompts, live)
             place = owner[of_prompt], tokens[of_prompt]
-            fading = np.repeat(self._needs.query_decay ** count[prompts].astype(np.float64), live[prompts])
+            fading = np.repeat(self._query_decay[look.policy] ** count[prompts].astype(np.float64), live[prompts])
             total = scores.pending[place] * fading.astype(np.float32) + mass[of_prompt]
             scores.pending[place] = mass[of_prompt] = total
             count = np.where(prompts, count + scores.pending_queries[rows], count)
             scores.pending_queries[rows[prompts]] = count[prompts]
-        whole = watched.decodes | watched.ends_part
+        whole = look.decodes | look.ends_part
         if not whole.all():
             mass = mass[np.repeat(whole, self._table.num_live[rows])]
         rows, prompts, count = rows[whole], prompts[whole], count[whole]
         if len(rows):
-            self._show(rows, mass, count, np.zeros_like(count), prompts)
+            self._show(look.policy, rows, mass, count, np.zeros_like(count), prompts)
         if prompts.any():
             owner, tokens, _ = self._live(rows[prompts])
             scores.pending[owner, tokens] = 0
             scores.pending_queries[rows[prompts]] = 0
         return wrong
 
-    def _show(self, rows: Ints, mass: Floats, count: Ints, later: Ints, of_prompt: NDArray[np.bool_]) -> None:
-        """Let the policy observe ``count`` queries of each request, the last of which has ``later`` tokens after it."""
+    def _show(
+        self, policy: int, rows: Ints, mass: Floats, count: Ints, later: Ints, of_prompt: NDArray[np.bool_]
+    ) -> None:
+        """Let a policy observe ``count`` queries of each request, the last of which has ``later`` tokens after it."""
         owner, tokens, live = self._live(rows)
         stands_for = np.where(of_prompt, 1, self._score_interval)
         length = self._table.length[rows]
@@ -213,14 +289,14 @@ class ScoreKeeper:
             attended=live - later,
             of_prompt=of_prompt,
         )
-        state = np.asarray(self._policy.observe(_read_only(seen)))
-        self._require(state, len(tokens), "observe")
+        state = np.asarray(self._policies[policy].observe(_read_only(seen)))
+        self._require(policy, state, len(tokens), "observe")
         # A token that comes after the query has seen nothing of it, whether or not it is in the same forward.
         self._scores.state[owner, tokens] = np.where(tokens <= np.repeat(seen.position, live), state, seen.state)
 
-    def _require(self, values: NDArray[Any], tokens: int, method: str) -> None:
+    def _require(self, policy: int, values: NDArray[Any], tokens: int, method: str) -> None:
         """Whatever else a policy returned would end up in the table, or as an error far from its cause."""
-        name = type(self._policy).__name__
+        name = type(self._policies[policy]).__name__
         if values.shape != (tokens,) or values.dtype.kind not in "fiub":
             raise ValueError(
                 f"vtoken: {name}.{method} returned {values.dtype} of shape {list(values.shape)}; return one real "
@@ -231,12 +307,12 @@ class ScoreKeeper:
                 f"vtoken: {name}.{method} returned NaN or infinity; return numbers that can be compared and kept."
             )
 
-    def _blank_wrong(self, rows: Ints, mass: Floats, count: Ints) -> Ints:
+    def _blank_wrong(self, policy: int, rows: Ints, mass: Floats, count: Ints) -> Ints:
         """Set to zero what is not the mass of ``count`` queries, and return the rows; written so that NaN is wrong."""
         assert self._observer is not None
         live = self._table.num_live[rows]
         sums = np.add.reduceat(mass, offsets_of(live)[:-1], dtype=np.float64)
-        decay = self._needs.query_decay
+        decay = self._needs[policy].query_decay
         weights = count if decay == 1 else (1 - decay ** count.astype(np.float64)) / (1 - decay)
         expected = self._observer.heads * self._ranks.size * weights
         wrong = ~(np.abs(sums - expected) <= 1e-3 * expected)
@@ -259,7 +335,7 @@ class ScoreKeeper:
         table, queries = self._table, watched.queries
         if self._dense(watched.rows):
             return mass
-        lines = queries.count if self._needs.each_query else np.ones_like(queries.count)
+        lines = queries.lines
         owner, attended = np.repeat(watched.rows, lines), np.repeat(queries.attended, lines)
         positions = ranges(np.zeros_like(attended), attended)
         return mass[table.logical_at[np.repeat(owner, attended), positions] != HOLE]

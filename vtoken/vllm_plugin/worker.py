@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from vllm.logger import init_logger
 
 from vtoken.config import VTokenConfig
-from vtoken.core.observed import AttendedQueries, QueryRuns
+from vtoken.core.observed import AttendedQueries, ObservedRuns, QueryRuns
 from vtoken.core.ragged import Ints, offsets_of, ranges
 from vtoken.core.reclamation import (
     CopyOut,
@@ -22,7 +22,7 @@ from vtoken.core.selection import select_victims
 from vtoken.core.token_table import HOLE, TokenTable
 from vtoken.core.trace import Incarnation, Trace
 from vtoken.kernels.copy_engine import CopyEngine, CopyFailed
-from vtoken.policies import load_policy
+from vtoken.policies import load_policies
 from vtoken.vllm_plugin.protocol import StepPlan, StepReport
 from vtoken.vllm_plugin.ranks import Ranks
 from vtoken.vllm_plugin.scores import KeyNorms, Observer, ScoreKeeper
@@ -33,10 +33,11 @@ logger = init_logger(__name__)
 
 @dataclass(frozen=True)
 class Start:
-    """How a request begins: its prompt, and how many leading tokens of it are in the cache already."""
+    """How a request begins: its prompt, how many leading tokens of it are in the cache already, and its policy."""
 
     prompt: Sequence[int] | None
     hit: int = 0
+    policy: int = 0
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Placement:
 
 
 class EvictionWorker:
-    """Token table, policy and relocation of one worker, driven by one plan per step.
+    """Token table, policies and relocation of one worker, driven by one plan per step.
 
     Args:
         config: the engine's settings.
@@ -80,7 +81,8 @@ class EvictionWorker:
     ) -> None:
         self.table = TokenTable(block_size, recycling=config.reclaim == "fill")
         self._config = config
-        self._scores = ScoreKeeper(self.table, load_policy(config), config.score_interval, observer, key_norms, ranks)
+        policies = list(load_policies(config).values())
+        self._scores = ScoreKeeper(self.table, policies, config.score_interval, observer, key_norms, ranks)
         self._ranks = ranks or Ranks()
         self._observer = observer
         self._reclamation = _reclamation(config, self.table)
@@ -114,7 +116,8 @@ class EvictionWorker:
             self._faults.pop(req_id, None)
         for req_id, start in started.items():
             self.table.drop_request(req_id)
-            self._scores.start(self.table.add_request(req_id, start.hit), start.prompt, start.hit)
+            row = self.table.add_request(req_id, start.hit)
+            self._scores.start(row, start.prompt, start.hit, start.policy)
             if self._config.record_trace:
                 self._traces.setdefault(req_id, Trace()).incarnations.append(Incarnation(start.hit))
         self._hits = {req_id: start.hit for req_id, start in started.items() if start.hit}
@@ -228,8 +231,12 @@ class EvictionWorker:
         rows, new_tokens = self._rows[ok], counts.new_tokens[ok]
         looks_from = counts.observe_from[ok]
         seen, holed = np.flatnonzero(looks_from < new_tokens), np.flatnonzero(table.num_live[rows] < length)
-        observed = QueryRuns(
-            index[seen], starts[index[seen]] + looks_from[seen], (new_tokens - looks_from)[seen], length[seen]
+        observed = ObservedRuns(
+            index[seen],
+            starts[index[seen]] + looks_from[seen],
+            (new_tokens - looks_from)[seen],
+            length[seen],
+            *self._scores.manner(rows[seen]),
         )
         queries = AttendedQueries(
             observed,

@@ -39,10 +39,10 @@ if TYPE_CHECKING:
 
 _LAYER = "query query_row query_head keys keys_block keys_head mass mass_lane"
 _STEP = "table table_row live live_row tiles lane_tiles lanes scratch scratch_lane"
-_ARGUMENTS = record_of(f"{_LAYER} {_STEP}", floats="factor decay")
+_ARGUMENTS = record_of(f"{_LAYER} {_STEP}", floats="factor")
 """Addresses, and distances in bytes; ``live`` is read by masked kernels."""
 
-_TILE = record_of("first count context row offset stride head later")
+_TILE = record_of("first count context row offset stride head later", floats="decay")
 """Consecutive queries of a segment, for one KV head: the fields of ``QuerySegments`` as they are for the tile's first
 query, and in ``later`` the number of queries of the segment after that one."""
 
@@ -71,6 +71,7 @@ def _divide(segments: "QuerySegments", heads: int, lanes: int, per_tile: int, sh
     tiles["stride"] = segments.stride[segment]
     tiles["offset"] = segments.offset[segment] + query * tiles["stride"]
     tiles["head"] = head
+    tiles["decay"] = segments.decay[segment]
     tiles["later"] = segments.count[segment] - 1 - query
     cost = np.cumsum(1 + (tiles["context"] + tiles["count"]) // shape.block_size)
     share = cost[-1] * np.arange(1, lanes) / lanes if total else np.zeros(lanes - 1)
@@ -155,7 +156,7 @@ def _compile(shape: Shape, group: int, masked: bool) -> Any:
                         else:
                             of_rows[rows + row] += exponentials(row_logits, tokens, largest)
         for query in range(tile.count):
-            weight = 1.0 if tile.stride != 0 else arguments.decay ** (tile.later - query)
+            weight = 1.0 if tile.stride != 0 else tile.decay ** (tile.later - query)
             for row in range(query * group, (query + 1) * group):
                 of_rows[rows + row] = np.float32(weight) / of_rows[rows + row]
         for first in range(0, positions, part_tokens):
@@ -219,7 +220,7 @@ class AttentionMass:
         self._arguments = np.zeros(1, dtype=_ARGUMENTS)
         self._address = self._arguments.ctypes.data
         numbers, layer = self._arguments.view(np.int64), len(_LAYER.split())
-        self._layer, self._step = numbers[:layer], numbers[layer:-2]
+        self._layer, self._step = numbers[:layer], numbers[layer:-1]
         self._scratch = torch.empty(0)
         self._planned = self._queries_end = self._mass_end = 0
         self._kept: tuple[Any, ...] = ()
@@ -255,7 +256,7 @@ class AttentionMass:
         self._mass_end = int((segments.offset + (segments.count - 1) * segments.stride + length).max(initial=0))
         self._kept = (table, mask, tiles, lane_tiles)
 
-    def __call__(self, query: Tensor, key_cache: Tensor, scale: float, decay: float, mass: Tensor) -> None:
+    def __call__(self, query: Tensor, key_cache: Tensor, scale: float, mass: Tensor) -> None:
         """Look at one layer's queries, with the arguments of ``attention_mass_reference``.
 
         Args:
@@ -280,5 +281,5 @@ class AttentionMass:
             *view_keys(key_cache),
             *(mass.data_ptr(), 4 * mass.stride(0)),
         )
-        self._arguments["factor"], self._arguments["decay"] = scale * LOG2_E, decay
+        self._arguments["factor"] = scale * LOG2_E
         openmp.run_team(self._body, self._address, self.lanes)

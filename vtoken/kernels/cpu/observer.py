@@ -27,8 +27,6 @@ class AttentionObserver:
         num_query_heads: query heads per layer.
         num_layers: observed layers.
         scale: factor on the logits.
-        each_query: keep one row of masses per query instead of their sum.
-        decay: weight of a query relative to the one after it, in a sum.
         prompts: several queries of a request may be observed in one forward.
         holes: requests may have holes.
 
@@ -45,13 +43,11 @@ class AttentionObserver:
         num_layers: int,
         scale: float,
         *,
-        each_query: bool = False,
-        decay: float = 1.0,
         prompts: bool = True,
         holes: bool = False,
     ) -> None:
         self.heads = num_query_heads * num_layers
-        self._scale, self._each_query, self._decay = scale, each_query, decay
+        self._scale = scale
         self._decode = DecodeAttention(key_cache, value_cache, num_query_heads, masked=holes)
         self._several = AttentionMass(key_cache, num_query_heads, masked=holes) if prompts else None
         self._mass = self._total = torch.empty(0)
@@ -65,8 +61,7 @@ class AttentionObserver:
         if not self.active:
             return
         observed = queries.observed
-        sizes = observed.attended * (observed.count if self._each_query else 1)
-        offsets = offsets_of(sizes)
+        offsets = offsets_of(observed.attended * observed.lines)
         self._mass = torch.zeros(self._decode.lanes, int(offsets[-1]))
         self._total = torch.zeros_like(self._mass, dtype=torch.float64)
         self._plan_rows(queries, offsets[:-1], block_table)
@@ -80,7 +75,7 @@ class AttentionObserver:
         if len(self._rows):
             self._attend_rows(query, key_cache, value_cache, output, self._mass if observes else None)
         if self._several is not None and self._several_seen and observes:
-            self._several(query, key_cache, self._scale, self._decay, self._mass)
+            self._several(query, key_cache, self._scale, self._mass)
             # Thousands of queries times all heads and layers, added one by one in float32, lose a thousandth.
             self._total += self._mass
             self._mass.zero_()
@@ -131,7 +126,8 @@ class AttentionObserver:
             context=attended - count + 1,
             row=np.arange(len(several)),
             offset=offsets[several],
-            stride=attended if self._each_query else np.zeros_like(attended),
+            stride=np.where(observed.each_query, observed.attended, 0)[several],
+            decay=np.broadcast_to(observed.query_decay, observed.count.shape)[several],
         )
         live = None
         with_holes = np.isin(index, holed.index)

@@ -140,7 +140,7 @@ def add_mass(
     segments,
     scale_log2,
     sums,
-    decay_log2,
+    decays_log2,
     mass,
     mass_stride,
     BLOCK_SIZE: tl.constexpr,
@@ -168,6 +168,7 @@ def add_mass(
     head = tl.program_id(1) * GROUP + member
     lane = mass + tl.program_id(1).to(tl.int64) * mass_stride + offset
 
+    decay_log2 = tl.load(decays_log2 + tl.program_id(2))
     summed = tl.zeros([TILE], tl.float32)
     first_to_see = tl.maximum(start - context + 1, 0)
     for first_j in range(first_to_see // QUERIES * QUERIES, count, QUERIES):
@@ -200,7 +201,6 @@ def attention_mass(
     block_table: Tensor,
     segments: QuerySegments,
     scale: float,
-    decay: float,
     mass: Tensor,
     live: Tensor | None = None,
 ) -> None:
@@ -217,6 +217,7 @@ def attention_mass(
     queries = max(1, (16 if key_cache.element_size() == 4 else 64) // group_pad)
     fields = (segments.first, segments.count, segments.context, segments.row, segments.offset, segments.stride)
     sums = torch.empty(tokens, query_heads, device=query.device)
+    decays = torch.from_numpy(np.log2(segments.decay).astype(np.float32)).to(query.device)
     arguments = (
         query,
         *query.stride(),
@@ -238,6 +239,4 @@ def attention_mass(
     }
     n, longest = len(segments.first), int((segments.context + segments.count).max()) - 1
     sum_queries[(triton.cdiv(int(segments.count.max()), queries), kv_heads, n)](*arguments, **shape)
-    add_mass[(triton.cdiv(longest, shape["TILE"]), kv_heads, n)](
-        *arguments, math.log2(decay), mass, mass.stride(0), **shape
-    )
+    add_mass[(triton.cdiv(longest, shape["TILE"]), kv_heads, n)](*arguments, decays, mass, mass.stride(0), **shape)
