@@ -103,7 +103,7 @@ class EvictionScheduler:
         except ValueError as error:
             raise ValueError(f"vtoken: {error}.") from None
         self._ledger.open(req_id, prompt_length, budget, prompt_length + max_tokens)
-        peak = self._ledger.most_blocks(req_id, prompt_length + max_tokens)
+        peak = self._ledger.most_blocks(req_id, prompt_length + max_tokens - 1)  # the last token is never computed
         if peak > self._pool_blocks:
             self._ledger.close(req_id)
             remedy = "give it a smaller 'vtoken.budget'" if self._ledger.dense else "ask for fewer tokens"
