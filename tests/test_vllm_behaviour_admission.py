@@ -176,6 +176,16 @@ class TestBlocks:
         assert driver.delivered("a") == driver.expected("a", prompt, outputs)
         assert steps[outputs - 1].ended == {"a": "length"}
 
+    def test_who_could_never_fit(self, start: Start, kind: Kind) -> None:
+        """On purpose: where vLLM lets it wait for ever, and everybody behind it, it is refused."""
+        driver = start(kind, 11)
+        driver.add("a", 161, 1)
+        driver.add("b", 20, 1)
+        driver.step()
+        driver.step()
+        assert driver.said("scheduled") == ([{}, {}] if kind.budget is None else [{}, {"b": 20}])
+        assert driver.said("ended") == ([{}, {}] if kind.budget is None else [{"a": "error"}, {"b": "length"}])
+
 
 def test_prompts_can_be_held_back_while_others_decode(start: Start, kind: Kind) -> None:
     """As data-parallel ranks do to each other; it is not done for nothing, nor when prompts have piled up."""
