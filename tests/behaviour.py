@@ -3,6 +3,7 @@
 ``KINDS`` says of whom; to ask another class, add its line there. docs/vllm-behaviour.md is the list of the promises.
 """
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -14,12 +15,12 @@ import numpy as np
 import pytest
 import stock_engine
 import stub_worker
-from reference_cache import S, blocks_for
 from vllm import SamplingParams
 from vllm.config import ModelConfig
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vtoken.config import VTokenConfig
@@ -54,6 +55,7 @@ KINDS = [
     Kind("vtoken", VTokenScheduler, NEVER),
     Kind("evicting", VTokenScheduler, SMALL),
 ]
+ASYNC = [kind for kind in KINDS if issubclass(kind.scheduler, AsyncScheduler)]
 STOCK = KINDS[0]
 WHOLE = [kind for kind in KINDS if not kind.evicts]
 
@@ -256,6 +258,40 @@ class Driver:
         self.scheduler.schedule, self.scheduler.update_from_output = watched_schedule, watched_update
 
 
+class Lagged(Driver):
+    """As with async scheduling: a step is scheduled before what came of the last one is known."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.under_way: deque[tuple[SchedulerOutput, Any]] = deque()
+
+    def step(self, before_update: Callable[[], None] = lambda: None) -> Did:
+        """Schedule one step, then take in the last one; what came of that is noted with the new one."""
+        with patch.object(bare_runner, "sampled_token", self._answer):
+            output = self.scheduler.schedule()
+            self.under_way.append((output, self._compute(output)))
+            before_update()
+            if len(self.under_way) > 1:
+                self.scheduler.update_from_output(*self.under_way.popleft())
+        return self.steps[-1]
+
+    def run(self, limit: int = 400) -> list[Did]:
+        first = len(self.steps)
+        while self.scheduler.has_requests() or any(output.num_scheduled_tokens for output, _ in self.under_way):
+            self.step()
+            assert len(self.steps) < first + limit, "the requests do not come to an end"
+        return self.steps[first:]
+
+    def _compute(self, output: SchedulerOutput) -> Any:
+        if self.kind.budget is not None:
+            return self.engine.runner.run(output)
+        req_ids, sampled = list(output.num_scheduled_tokens), []
+        for req_id in req_ids:
+            request = self.scheduler.requests[req_id]
+            sampled.append([] if request.is_prefill_chunk else [self._answer(req_id, request.num_computed_tokens)])
+        return ModelRunnerOutput(req_ids, {req_id: n for n, req_id in enumerate(req_ids)}, sampled)
+
+
 Start = Callable[..., Driver]
 """``start(kind, num_blocks, ...)``: the fixture of that name."""
 
@@ -282,6 +318,3 @@ def _did(output: SchedulerOutput) -> Did:
         reported=sorted(output.finished_req_ids),
         hits=new | {req_id: computed[req_id] for req_id in resumed},
     )
-
-
-__all__ = ["SMALL", "STOCK", "Driver", "Kind", "S", "Start", "blocks_for", "every_kind", "whole_kinds"]

@@ -115,9 +115,7 @@ class TestLongPrompts:
         assert driver.step().scheduled == {"a": 40, "b": 10}
 
     def test_the_adaptive_threshold_is_a_fair_share_at_least(self, start: Start, kind: Kind) -> None:
-        driver = start(
-            kind, batched=200, long_prefill_token_threshold=40, long_prefill_token_threshold_adaptive=True
-        )
+        driver = start(kind, batched=200, long_prefill_token_threshold=40, long_prefill_token_threshold_adaptive=True)
         driver.add("a", 180, 1)
         driver.add("b", 180, 1)
         assert driver.step().scheduled == {"a": 100, "b": 100}

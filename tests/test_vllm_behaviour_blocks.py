@@ -1,6 +1,7 @@
 """Where blocks come from and where they go: docs/vllm-behaviour.md, "Blocks"."""
 
-from behaviour import NEVER, SMALL, Driver, Kind, S, Start, blocks_for, every_kind, prompt_of, whole_kinds
+from behaviour import NEVER, SMALL, Driver, Kind, Start, every_kind, prompt_of, whole_kinds
+from reference_cache import S, blocks_for
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import hash_block_tokens, make_block_hash_with_group_id
 
@@ -133,7 +134,7 @@ class TestTheQueueOfFreeBlocks:
         """Of two finished requests, the one that was found again outlives the other."""
         driver = start(kind, 11, caching=True)
         for req_id in "abc":
-            driver.add(req_id, prompt_of("ab"["b" == req_id], 33), 1)
+            driver.add(req_id, prompt_of("ab"[req_id == "b"], 33), 1)
             driver.run()
         driver.add("d", prompt_of("d", 128), 1)  # eight blocks: six that nobody can find, and two of b's
         driver.run()

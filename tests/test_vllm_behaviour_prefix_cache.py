@@ -3,7 +3,8 @@
 from typing import Any
 
 import pytest
-from behaviour import NEVER, Driver, Kind, S, Start, every_kind, prompt_of
+from behaviour import NEVER, Driver, Kind, Start, every_kind, prompt_of
+from reference_cache import S
 from vllm.lora.request import LoRARequest
 
 pytestmark = every_kind

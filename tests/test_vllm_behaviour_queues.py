@@ -103,7 +103,7 @@ class TestGrammars:
         request.structured_output_request.grammar = ValueError("no grammar")
         did = driver.step()
         assert did.ended == {"a": "error"} and did.scheduled == {"b": 50, "c": 50}
-        assert [did.reported for did in driver.run()][0] == ["a"]
+        assert next(did.reported for did in driver.run()) == ["a"]
 
     def test_a_token_that_its_grammar_refuses_ends_a_request(self, start: Start, kind: Kind) -> None:
         driver, request = self.waiting_for_one(start, kind)
@@ -119,7 +119,7 @@ class TestGrammars:
         driver, _ = self.waiting_for_one(start, kind)
         driver.step()
         assert driver.abort("a") == ["a"]
-        assert [did.reported for did in driver.run()][0] == ["a"]
+        assert next(did.reported for did in driver.run()) == ["a"]
         assert driver.steps[-1].stats.num_skipped_waiting_reqs == 0
 
 
