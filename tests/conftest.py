@@ -93,3 +93,11 @@ def make(stub_model_config: Any) -> Iterator[Callable[..., Any]]:
         return StubEngine(stub_model_config, VTokenConfig(**settings), num_blocks, seqs, batched, caching)
 
     yield make_engine
+
+
+@pytest.fixture
+def start(stub_model_config: Any) -> Callable[..., Any]:
+    """Starts a scheduler of vLLM's or of ours under the same driver: ``start(kind, num_blocks, ...)``."""
+    from behaviour import Driver
+
+    return functools.partial(Driver, stub_model_config)

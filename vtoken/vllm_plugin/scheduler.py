@@ -100,7 +100,7 @@ class EvictionScheduler:
         terms = self._requests.terms(extra_args)
         budget = terms.budget(prompt_length)
         self._ledger.open(req_id, prompt_length, budget, prompt_length + max_tokens, terms.cadence, terms.policy)
-        peak = self._ledger.most_blocks(req_id, prompt_length + max_tokens)
+        peak = self._ledger.most_blocks(req_id, prompt_length + max_tokens - 1)  # the last token is never computed
         if peak > self._pool_blocks:
             self._ledger.close(req_id)
             kept = f"with a budget of {budget} tokens" if budget else "without compression"
