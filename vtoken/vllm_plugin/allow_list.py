@@ -44,7 +44,6 @@ REFUSALS = (
     Refusal("an encoder connector", "remove ec_transfer_config", lambda c: c.ec_transfer_config is not None),
     Refusal("KV cache events", "remove kv_events_config", lambda c: c.kv_events_config is not None),
     Refusal("LoRA", "remove enable_lora", lambda c: c.lora_config is not None),
-    Refusal("tensor parallelism", "set tensor_parallel_size=1", lambda c: c.parallel_config.tensor_parallel_size > 1),
     Refusal(
         "pipeline parallelism", "set pipeline_parallel_size=1", lambda c: c.parallel_config.pipeline_parallel_size > 1
     ),

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
@@ -94,6 +95,7 @@ class EvictionWorker:
         self._rows = np.empty(0, dtype=np.int64)
         self._new_tokens = (self._rows, self._rows, self._rows)
         self._hits: dict[str, int] = {}
+        self._broken = False
 
     def wait_for_copies(self) -> None:
         """Nothing may touch the cache in a step, not even to clear a block, before the last one's copies are done."""
@@ -109,7 +111,8 @@ class EvictionWorker:
 
         An id may be in both: a request was preempted and resumed at once, or the id was used again.
         """
-        for req_id in ended:
+        self._broken |= self._plan is not None  # the last step never came to its report
+        for req_id in sorted(ended):  # rows that become free are given out again in this order, the same on all ranks
             self.table.drop_request(req_id)
             self._faults.pop(req_id, None)
         for req_id, start in started.items():
@@ -136,6 +139,8 @@ class EvictionWorker:
         self._rows = rows = self.table.find_rows(plan.req_ids)
         num_blocks = batch_num_blocks[index].astype(np.int64)
         wrong = self._check(rows, num_blocks)
+        if self._ranks.size > 1:
+            wrong = self._heed_other_ranks()
         ok, failed = np.flatnonzero(~wrong), index[wrong]
         self._healthy, rows, index = ok, rows[ok], index[ok]
         slots = self.table.sync_new_tokens(rows, batch_blocks[index], num_blocks[ok], counts.new_tokens[ok])
@@ -207,6 +212,39 @@ class EvictionWorker:
                 f"{live[i]} tokens, {num_blocks[i]} blocks and epoch {epoch[i]}.",
             )
         return wrong | damaged
+
+    def _heed_other_ranks(self) -> NDArray[np.bool_]:
+        """Refuse on every rank what one of them refuses or, with ``verify``, holds differently, shape [R].
+
+        From here on the ranks treat the same requests alike, and so enter the same collectives.
+
+        Raises:
+            RuntimeError: a rank has not come to the end of the last step. Nobody but its log was told.
+        """
+        assert self._plan is not None and self._report is not None
+        table, errors = self.table, self._report.errors
+        held = self._verifier.marks() if self._verifier is not None else {}
+        mark = crc32(repr((self._broken, sorted(errors), held)).encode(), crc32(table.end.tobytes()))
+        if self._ranks.differ(np.array([mark])).any():
+            if self._verifier is None:
+                held = {req_id: int(table.end[row]) for req_id, row in zip(table.req_ids, table.rows(table.req_ids))}
+            said = self._ranks.gather((self._broken, errors, held))
+            broken = [rank for rank, (is_broken, _, _) in enumerate(said) if is_broken]
+            if broken:
+                raise RuntimeError(
+                    f"vtoken: rank {broken[0]} failed in the step before, so that its K/V can no longer be trusted; "
+                    "its log says why."
+                )
+            for _, theirs, _ in said:
+                self._report.errors = errors = {**theirs, **errors}
+            for req_id in dict.fromkeys(req_id for *_, theirs in said for req_id in theirs):
+                if len({theirs.get(req_id) for *_, theirs in said}) > 1:
+                    errors.setdefault(
+                        req_id,
+                        f"vtoken: the ranks of the model do not agree about request {req_id}: its live tokens, their "
+                        "slots or its epoch differ.",
+                    )
+        return np.array([req_id in errors for req_id in self._plan.req_ids], dtype=np.bool_)
 
     def _with_hits(self, rows: Ints, tokens: Ints, slots: Ints) -> tuple[Ints, Ints, Ints]:
         """The new tokens of a step, and those that requests which begin with it found in the cache."""
