@@ -54,7 +54,12 @@ REFUSALS = (
             c.parallel_config.decode_context_parallel_size > 1 or c.parallel_config.prefill_context_parallel_size > 1
         ),
     ),
-    Refusal("data parallelism", "set data_parallel_size=1", lambda c: c.parallel_config.data_parallel_size > 1),
+    # Replicas of a dense model are engines of their own; those of a mixture of experts step together.
+    Refusal(
+        "data parallelism of a mixture of experts",
+        "set data_parallel_size=1",
+        lambda c: c.parallel_config.data_parallel_size > 1 and c.model_config.is_moe,
+    ),
     Refusal("dual-batch overlap", "set enable_dbo=False and ubatch_size=0", lambda c: c.parallel_config.use_ubatching),
     Refusal("priority scheduling", "set scheduling_policy='fcfs'", lambda c: c.scheduler_config.policy != "fcfs"),
     Refusal(

@@ -95,7 +95,7 @@ class EvictionWorker:
         self._rows = np.empty(0, dtype=np.int64)
         self._new_tokens = (self._rows, self._rows, self._rows)
         self._hits: dict[str, int] = {}
-        self._broken = False
+        self._interrupted = self._broken = False
 
     def wait_for_copies(self) -> None:
         """Nothing may touch the cache in a step, not even to clear a block, before the last one's copies are done."""
@@ -111,7 +111,9 @@ class EvictionWorker:
 
         An id may be in both: a request was preempted and resumed at once, or the id was used again.
         """
-        self._broken |= self._plan is not None  # the last step never came to its report
+        # An exception leaves this set. On the answering rank it ends the engine; of one elsewhere vLLM tells nobody.
+        self._broken |= self._interrupted
+        self._interrupted = True
         for req_id in sorted(ended):  # rows that become free are given out again in this order, the same on all ranks
             self.table.drop_request(req_id)
             self._faults.pop(req_id, None)
@@ -122,6 +124,7 @@ class EvictionWorker:
                 self._traces.setdefault(req_id, Trace()).incarnations.append(Incarnation(start.hit))
         self._hits = {req_id: start.hit for req_id, start in started.items() if start.hit}
         self._plan, self._report = plan, StepReport(plan.step, errors=dict(self._faults))
+        self._interrupted = False
 
     def place_tokens(
         self, index: Ints, batch_blocks: NDArray[np.int32], batch_num_blocks: Ints, starts: Ints
@@ -135,6 +138,7 @@ class EvictionWorker:
             starts: first place of each request of the batch in its flat token arrays, shape [batch].
         """
         assert self._plan is not None
+        self._interrupted = True
         plan, counts = self._plan, self._plan.counts
         self._rows = rows = self.table.find_rows(plan.req_ids)
         num_blocks = batch_num_blocks[index].astype(np.int64)
@@ -181,6 +185,7 @@ class EvictionWorker:
         changed = self._reclaim(due) if len(due) or plan.granted else {}
         if self._config.record_trace:
             self._record(dying, victims)
+        self._interrupted = False
         return changed
 
     def take_report(self) -> StepReport:
@@ -219,7 +224,7 @@ class EvictionWorker:
         From here on the ranks treat the same requests alike, and so enter the same collectives.
 
         Raises:
-            RuntimeError: a rank has not come to the end of the last step. Nobody but its log was told.
+            RuntimeError: an exception has interrupted a rank in an earlier step.
         """
         assert self._plan is not None and self._report is not None
         table, errors = self.table, self._report.errors
@@ -232,8 +237,8 @@ class EvictionWorker:
             broken = [rank for rank, (is_broken, _, _) in enumerate(said) if is_broken]
             if broken:
                 raise RuntimeError(
-                    f"vtoken: rank {broken[0]} failed in the step before, so that its K/V can no longer be trusted; "
-                    "its log says why."
+                    f"vtoken: rank {broken[0]} of the model failed in the step before, and its K/V can no longer be "
+                    "trusted; look into its log."
                 )
             for _, theirs, _ in said:
                 self._report.errors = errors = {**theirs, **errors}
