@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,6 @@ def run_program(name: str, question: Any) -> list[Any]:
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "0",
-        "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "120",
     }
     program = subprocess.Popen(
         [sys.executable, str(HERE / name)],
@@ -38,10 +38,8 @@ def run_program(name: str, question: Any) -> list[Any]:
     try:
         answers, complaints = program.communicate(json.dumps(question), timeout=DEADLINE)
     finally:
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(program.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         program.wait()
     assert program.returncode == 0, complaints[-4000:]
     return [json.loads(line) for line in answers.splitlines()]

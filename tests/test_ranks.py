@@ -2,8 +2,10 @@
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import oracle
 import pytest
 from engines import Answer, Job, generate, prompts, running
@@ -12,19 +14,22 @@ from tiny_models import tiny_model
 
 from vtoken.config import VTokenConfig
 from vtoken.core.trace import Trace
+from vtoken.vllm_plugin import compat
+from vtoken.vllm_plugin.worker import EvictionWorker, Start
 
 EVERYTHING = bool(os.environ.get("VTOKEN_TEST_EVERYTHING"))
 TOLERANCE = 1e-3
 OPTIONS = {"budget": 64, "verify": True}
 PACK = {"reclaim": "pack", "check_interval": 1, "theta_f": 0.0, "low_watermark": 1.0, "headroom": 0.1}
 CACHING = {"enable_prefix_caching": True}
+TIGHT = {"max_model_len": 384, "num_gpu_blocks_override": 16}
 # Number of KV heads, vtoken's options (None: native) and vLLM's.
 CASES: dict[str, tuple[int, dict[str, Any] | None, dict[str, Any]]] = {
     "native": (4, None, {}),
     "streaming_llm": (4, {"policy": "streaming_llm"}, {}),
-    "h2o, shared blocks": (4, {"policy": "h2o"}, CACHING),
+    "h2o, shared blocks, one KV head": (1, {"policy": "h2o"}, CACHING),
     "snapkv, pack": (4, {"policy": "snapkv", **PACK}, {}),
-    "key_norm, none, one KV head on both": (1, {"policy": "key_norm", "reclaim": "none"}, {}),
+    "key_norm, none, one KV head, preempted": (1, {"policy": "key_norm", "reclaim": "none"}, TIGHT),
 }
 if EVERYTHING:
     CASES |= {
@@ -96,8 +101,10 @@ def test_two_ranks_do_what_one_does(models: dict[int, Path]) -> None:
         first, second = ({name: Trace.from_dict(trace) for name, trace in each.items()} for each in got["traces"])
         assert first == second == traces, case
         assert sum(len(victims) for life in first["r3"].incarnations for victims in life.victims) > 80
-        if engine_args:
+        if engine_args is CACHING:
             assert first["r3"].incarnations[0].prefix_hit >= 32
+        if engine_args is TIGHT:
+            assert any(len(trace.incarnations) > 1 for trace in first.values())
         if options.get("reclaim") != "none":
             assert got["moved"] > 20
         reference = oracle.load_reference(models[heads])
@@ -109,16 +116,17 @@ def test_two_ranks_do_what_one_does(models: dict[int, Path]) -> None:
     assert max(apart.values()) <= max(10 * apart["native"], 1e-4)
 
 
+# What is done to rank 1: whom it hurts, and what is said of the first of them.
 HARMS = {
-    "other_victim": "vtoken: the ranks of the model do not agree about request",
-    "failed_copy": "since a copy of its tokens to other slots failed (OSError('no such memory')).",
-    "swapped_copy": "vtoken: I1: a relocation of request",
-    "other_epoch": "tokens, 2 blocks and epoch 3, but the worker holds",
+    "other_victim": (["r0"], "vtoken: the ranks of the model do not agree about request "),
+    "failed_copy": (["r0", "r1"], "since a copy of its tokens to other slots failed (OSError('no such memory'))."),
+    "swapped_copy": (["r0"], "vtoken: I1: a relocation of request "),
+    "other_epoch": (["r0"], "tokens, 2 blocks and epoch 3, but the worker holds "),
 }
 
 
-def test_what_is_wrong_on_one_rank_ends_its_request_alone(models: dict[int, Path]) -> None:
-    """The first request, whatever happens to it; before that no token is wrong, and the others are as ever.
+def test_what_is_wrong_on_one_rank_ends_its_requests_alone(models: dict[int, Path]) -> None:
+    """Before their end no token is wrong, and the other requests are as ever.
 
     Without ``verify`` another victim goes unseen, and the comparison with one rank sees it.
     """
@@ -132,13 +140,11 @@ def test_what_is_wrong_on_one_rank_ends_its_request_alone(models: dict[int, Path
     (intact, *harmed, again, broken), (right, wrong) = run_program("two_ranks.py", [verified, blind])
     expected = intact["tokens"]
     assert not intact["errors"] and again["tokens"] == expected and not again["errors"]
-    for (harm, sentence), got in zip(HARMS.items(), harmed, strict=True):
-        hurt, text = next(iter(got["errors"].items()))
-        assert sentence in text and list(got["errors"]) == [hurt], harm
-        assert 0 < len(got["tokens"][hurt]) < 20, harm
+    for (harm, (hurt, sentence)), got in zip(HARMS.items(), harmed, strict=True):
+        assert sorted(got["errors"]) == hurt and sentence in got["errors"][hurt[0]], harm
         for name, tokens in got["tokens"].items():
             assert tokens == expected[name][: len(tokens)], harm
-            assert len(tokens) == 20 or name == hurt
+            assert (len(tokens) < 20) == (name in hurt), harm
         if harm != "other_victim":
             assert got["traces"][0] == got["traces"][1], harm
     assert "vtoken: rank 1 of the model failed in the step before" in broken["failure"]
@@ -147,3 +153,25 @@ def test_what_is_wrong_on_one_rank_ends_its_request_alone(models: dict[int, Path
     assert right["traces"][0] == right["traces"][1] and wrong["traces"][0] != wrong["traces"][1]
     off = [difference(plain(right["logits"][n])[:8], plain(wrong["logits"][n])[:8]) for n in expected]
     assert max(off) > 10 * TOLERANCE
+
+
+def test_rows_do_not_depend_on_the_order_of_a_set() -> None:
+    """Ids of requests that are over come as a set, whose order differs from process to process."""
+
+    def rows(ended: tuple[str, ...]) -> dict[str, int]:
+        worker = EvictionWorker(VTokenConfig(), 16, copies=None)
+        for step, over, new in ((1, (), "abc"), (2, ended, "defg")):
+            worker.begin_step(SimpleNamespace(step=step), over, {name: Start([1]) for name in new})
+        return {name: int(worker.table.find_rows([name])[0]) for name in worker.table.req_ids}
+
+    assert rows(("a", "c", "b")) == rows(("c", "b", "a"))
+
+
+@pytest.mark.parametrize("heads, held, norm", [(4, 2, 3.0), (2, 1, 3.0), (1, 1, 1.5)])
+def test_a_kv_head_that_several_ranks_hold_counts_once(
+    monkeypatch: pytest.MonkeyPatch, heads: int, held: int, norm: float
+) -> None:
+    monkeypatch.setattr(compat.key_norms, "KeyNorms", lambda *of: lambda slots: np.full(len(slots), 3, np.float32))
+    config = SimpleNamespace(model_config=SimpleNamespace(get_total_num_kv_heads=lambda: heads))
+    spec, two = SimpleNamespace(num_kv_heads=held, head_size=8), SimpleNamespace(size=2)
+    assert compat._key_norms(config, None, None, spec, two)(np.arange(3)).tolist() == [norm] * 3

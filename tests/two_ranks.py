@@ -1,7 +1,8 @@
 """Runs engines of two tensor-parallel ranks, one after the other, and prints what they did as JSON.
 
 A program of its own: the ranks are forked from it, which spares each of them a minute of imports, and a process that
-has run an engine or OpenMP threads must not be forked. Reads a list of ``Run`` from stdin, and prints the rounds of each as a line of JSON.
+has run an engine or OpenMP threads must not be forked. Reads a list of ``Run`` from stdin, and prints the rounds of
+each as a line of JSON.
 """
 
 import json

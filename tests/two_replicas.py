@@ -49,8 +49,8 @@ async def serve(model: str, vtoken: dict[str, Any], jobs: list[Job]) -> dict[str
 
 
 def main() -> None:
-    import vllm.v1.engine.utils as engine_utils
     import vllm.v1.engine.coordinator as coordinator
+    import vllm.v1.engine.utils as engine_utils
 
     os.sched_setaffinity(0, range(os.cpu_count() or 1))  # whoever started us may be bound to one core
     for module in (engine_utils, coordinator):

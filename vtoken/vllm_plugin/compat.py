@@ -29,10 +29,10 @@ from vtoken.core.budget import cadence_of
 from vtoken.core.ledger import LengthLedger
 from vtoken.core.ragged import Ints
 from vtoken.core.trace import Trace
+from vtoken.kernels import key_norms
 from vtoken.kernels.copy_engine import copy_engine_for
 from vtoken.kernels.cpu.observer import AttentionObserver
 from vtoken.kernels.digest import digest
-from vtoken.kernels import key_norms
 from vtoken.kernels.layout import BlockLayout, check_vec_layout, probe_layout, vec_views
 from vtoken.kernels.relocation import Relocator
 from vtoken.policies import Needs, load_policy

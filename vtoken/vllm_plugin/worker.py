@@ -227,13 +227,11 @@ class EvictionWorker:
             RuntimeError: an exception has interrupted a rank in an earlier step.
         """
         assert self._plan is not None and self._report is not None
-        table, errors = self.table, self._report.errors
+        errors = self._report.errors
         held = self._verifier.marks() if self._verifier is not None else {}
-        mark = crc32(repr((self._broken, sorted(errors), held)).encode(), crc32(table.end.tobytes()))
-        if self._ranks.differ(np.array([mark])).any():
-            if self._verifier is None:
-                held = {req_id: int(table.end[row]) for req_id, row in zip(table.req_ids, table.rows(table.req_ids))}
-            said = self._ranks.gather((self._broken, errors, held))
+        mine = crc32(repr((self._broken, sorted(errors), held)).encode(), crc32(self.table.end.tobytes()))
+        if self._ranks.differ(np.array([mine])).any():
+            said = self._ranks.gather((self._broken, errors, held or self._ends()))
             broken = [rank for rank, (is_broken, _, _) in enumerate(said) if is_broken]
             if broken:
                 raise RuntimeError(
@@ -241,8 +239,9 @@ class EvictionWorker:
                     "trusted; look into its log."
                 )
             for _, theirs, _ in said:
-                self._report.errors = errors = {**theirs, **errors}
-            for req_id in dict.fromkeys(req_id for *_, theirs in said for req_id in theirs):
+                for req_id, sentence in theirs.items():
+                    errors.setdefault(req_id, sentence)
+            for req_id in {req_id: None for *_, theirs in said for req_id in theirs}:
                 if len({theirs.get(req_id) for *_, theirs in said}) > 1:
                     errors.setdefault(
                         req_id,
@@ -250,6 +249,11 @@ class EvictionWorker:
                         "slots or its epoch differ.",
                     )
         return np.array([req_id in errors for req_id in self._plan.req_ids], dtype=np.bool_)
+
+    def _ends(self) -> dict[str, int]:
+        """How many physical positions each request takes: what the shape of its scores depends on."""
+        names = list(self.table.req_ids)
+        return dict(zip(names, self.table.end[self.table.rows(names)].tolist(), strict=True))
 
     def _with_hits(self, rows: Ints, tokens: Ints, slots: Ints) -> tuple[Ints, Ints, Ints]:
         """The new tokens of a step, and those that requests which begin with it found in the cache."""
