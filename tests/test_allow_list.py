@@ -31,10 +31,9 @@ FORBIDDEN: dict[str, tuple[str, Any]] = {
     "an encoder connector": ("ec_transfer_config", SOMETHING),
     "KV cache events": ("kv_events_config", SOMETHING),
     "LoRA": ("lora_config", SOMETHING),
-    "tensor parallelism": ("parallel_config.tensor_parallel_size", 2),
     "pipeline parallelism": ("parallel_config.pipeline_parallel_size", 2),
     "context parallelism": ("parallel_config.decode_context_parallel_size", 2),
-    "data parallelism": ("parallel_config.data_parallel_size", 2),
+    "data parallelism of a mixture of experts": ("parallel_config.data_parallel_size", 2),
     "dual-batch overlap": ("parallel_config.use_ubatching", True),
     "priority scheduling": ("scheduler_config.policy", "priority"),
     "scheduler_reserve_full_isl=False": ("scheduler_config.scheduler_reserve_full_isl", False),
@@ -57,6 +56,8 @@ FORBIDDEN: dict[str, tuple[str, Any]] = {
     "weight quantization": ("model_config.quantization", "awq"),
     "this distributed_executor_backend": ("parallel_config.distributed_executor_backend", "ray"),
 }
+# What else such a configuration has.
+TOGETHER_WITH = {"data parallelism of a mixture of experts": ("model_config.is_moe", True)}
 MADE_BY_HUGGING_FACE = ("sliding_window", "num_kv_shared_layers")
 
 
@@ -74,6 +75,10 @@ class Overlay:
         return self._replaced[name] if name in self._replaced else getattr(self._base, name)
 
 
+def forbidden(stock: Any, option: str) -> Any:
+    return Overlay(Overlay(stock, *TOGETHER_WITH.get(option, FORBIDDEN[option])), *FORBIDDEN[option])
+
+
 def test_every_refusal_is_tested() -> None:
     assert set(FORBIDDEN) == {refusal.option for refusal in (*REFUSALS, *UNVERIFIED)}
 
@@ -85,8 +90,13 @@ def test_the_stock_configuration_is_accepted(stock: Any) -> None:
 @pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.option)
 def test_what_is_not_supported_is_refused(stock: Any, refusal: Any) -> None:
     with pytest.raises(ValueError) as error:
-        check_supported(Overlay(stock, *FORBIDDEN[refusal.option]), VTokenConfig(allow_unverified=True))
+        check_supported(forbidden(stock, refusal.option), VTokenConfig(allow_unverified=True))
     assert str(error.value) == f"vtoken: {refusal.option} is not supported yet; {refusal.remedy}."
+
+
+def test_replicas_and_ranks_of_a_dense_model_are_accepted(stock: Any) -> None:
+    for option in ("data_parallel_size", "tensor_parallel_size"):
+        check_supported(Overlay(stock, f"parallel_config.{option}", 2), VTokenConfig())
 
 
 @pytest.mark.parametrize("refusal", UNVERIFIED, ids=lambda refusal: refusal.option)

@@ -44,7 +44,6 @@ REFUSALS = (
     Refusal("an encoder connector", "remove ec_transfer_config", lambda c: c.ec_transfer_config is not None),
     Refusal("KV cache events", "remove kv_events_config", lambda c: c.kv_events_config is not None),
     Refusal("LoRA", "remove enable_lora", lambda c: c.lora_config is not None),
-    Refusal("tensor parallelism", "set tensor_parallel_size=1", lambda c: c.parallel_config.tensor_parallel_size > 1),
     Refusal(
         "pipeline parallelism", "set pipeline_parallel_size=1", lambda c: c.parallel_config.pipeline_parallel_size > 1
     ),
@@ -55,7 +54,12 @@ REFUSALS = (
             c.parallel_config.decode_context_parallel_size > 1 or c.parallel_config.prefill_context_parallel_size > 1
         ),
     ),
-    Refusal("data parallelism", "set data_parallel_size=1", lambda c: c.parallel_config.data_parallel_size > 1),
+    # Replicas of a dense model are engines of their own; those of a mixture of experts step together.
+    Refusal(
+        "data parallelism of a mixture of experts",
+        "set data_parallel_size=1",
+        lambda c: c.parallel_config.data_parallel_size > 1 and c.model_config.is_moe,
+    ),
     Refusal("dual-batch overlap", "set enable_dbo=False and ubatch_size=0", lambda c: c.parallel_config.use_ubatching),
     Refusal("priority scheduling", "set scheduling_policy='fcfs'", lambda c: c.scheduler_config.policy != "fcfs"),
     Refusal(

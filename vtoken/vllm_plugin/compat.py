@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from vllm.distributed import get_tp_group
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -29,12 +28,11 @@ from vtoken.config import VTokenConfig
 from vtoken.core.budget import cadence_of
 from vtoken.core.ledger import LengthLedger
 from vtoken.core.ragged import Ints
-from vtoken.core.token_scores import Floats
 from vtoken.core.trace import Trace
+from vtoken.kernels import key_norms
 from vtoken.kernels.copy_engine import copy_engine_for
 from vtoken.kernels.cpu.observer import AttentionObserver
 from vtoken.kernels.digest import digest
-from vtoken.kernels.key_norms import KeyNorms
 from vtoken.kernels.layout import BlockLayout, check_vec_layout, probe_layout, vec_views
 from vtoken.kernels.relocation import Relocator
 from vtoken.policies import Needs, load_policies, load_policy
@@ -42,9 +40,9 @@ from vtoken.vllm_plugin.attention import observe
 from vtoken.vllm_plugin.kv_cache import EvictableAttentionManager, EvictableAttentionSpec
 from vtoken.vllm_plugin.plugin import OPTION
 from vtoken.vllm_plugin.protocol import StepPlan, StepReport
-from vtoken.vllm_plugin.ranks import Ranks
+from vtoken.vllm_plugin.ranks import Ranks, TensorParallelRanks
 from vtoken.vllm_plugin.scheduler import EvictionScheduler, ScheduledStep
-from vtoken.vllm_plugin.scores import score_bytes
+from vtoken.vllm_plugin.scores import KeyNorms, score_bytes
 from vtoken.vllm_plugin.worker import EvictionWorker, Start
 
 if TYPE_CHECKING:
@@ -293,11 +291,11 @@ def _eviction_worker(vllm_config: Any, layers: list[Any], spec: EvictableAttenti
     looks = any(one.attention for one in needs.values())
     observer = _observe(config, layers, layout, spec, needs, holes) if looks or holes else None
     measures = any(one.key_norms for one in needs.values())
-    key_norms = KeyNorms(cache, layout, spec.num_kv_heads, spec.head_size) if measures else None
     ranks = TensorParallelRanks() if vllm_config.parallel_config.tensor_parallel_size > 1 else Ranks()
+    norms = _key_norms(vllm_config, cache, layout, spec, ranks) if measures else None
     copies = copy_engine_for(cache.device.type, Relocator(cache, layout), config.copies)
     digests = partial(_digests, cache, layout, _memory_order(layers)) if config.verify else None
-    return EvictionWorker(config, spec.block_size, copies, observer, key_norms, ranks, digests)
+    return EvictionWorker(config, spec.block_size, copies, observer, norms, ranks, digests)
 
 
 def _memory_order(layers: list[Any]) -> Ints:
@@ -309,18 +307,13 @@ def _digests(cache: torch.Tensor, layout: BlockLayout, order: Ints, slots: Ints)
     return digest(cache, layout, torch.from_numpy(slots).to(cache.device)).cpu().numpy()[order]
 
 
-class TensorParallelRanks(Ranks):
-    """vLLM's tensor-parallel group. Laid down, not yet run: more than one rank is refused so far."""
-
-    def __init__(self) -> None:
-        self._group = get_tp_group()
-        self.size = self._group.world_size
-
-    def sum(self, values: Floats) -> Floats:
-        return self._group.all_reduce(torch.from_numpy(values)).numpy()
-
-    def agree(self, victims: Ints) -> Ints:
-        return self._group.broadcast(torch.from_numpy(victims), src=0).numpy()
+def _key_norms(
+    vllm_config: Any, cache: torch.Tensor, layout: BlockLayout, spec: EvictableAttentionSpec, ranks: Ranks
+) -> KeyNorms:
+    """Measures keys so that the sum over ranks counts each KV head once, be it on one rank or on several."""
+    norms = key_norms.KeyNorms(cache, layout, spec.num_kv_heads, spec.head_size)
+    holders = ranks.size * spec.num_kv_heads // vllm_config.model_config.get_total_num_kv_heads()
+    return norms if holders == 1 else lambda slots: norms(slots) / np.float32(holders)
 
 
 def _observe(

@@ -148,7 +148,7 @@ class Engine:
             live = sum(request.num_computed_tokens for request in scheduler.running)
             live -= (len(held) - len(set(held))) * self.block_size  # only full blocks are shared
         else:
-            (live,) = self._engine.collective_rpc("count_vtoken_live_slots", args=(running,))
+            live = self._engine.collective_rpc("count_vtoken_live_slots", args=(running,))[0]
         stats = evicting.stats if evicting is not None else None
         return PoolSnapshot(
             held_blocks=pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
@@ -162,8 +162,14 @@ class Engine:
         )
 
     def take_traces(self) -> dict[str, Trace]:
-        """Traces by request id, and forget them. Needs ``VTokenConfig(record_trace=True)``."""
-        (traces,) = self._engine.collective_rpc("take_vtoken_traces")
+        """Traces by request id, and forget them. Needs ``VTokenConfig(record_trace=True)``.
+
+        Raises:
+            RuntimeError: the ranks of a tensor-parallel model have recorded different ones.
+        """
+        traces, *others = self._engine.collective_rpc("take_vtoken_traces")
+        if any(other != traces for other in others):
+            raise RuntimeError("vtoken: the ranks of the model have evicted different tokens; set verify=True.")
         return {self._external_id.get(r, r): Trace.from_dict(trace) for r, trace in traces.items()}
 
     def shutdown(self) -> None:
@@ -200,7 +206,7 @@ def make_engine(
         parse_config(vtoken)
         register()  # VLLM_PLUGINS may leave us out, and vLLM would then run as if nothing had been asked for
         engine_args = {**engine_args, "additional_config": {OPTION: vtoken.model_dump()}}
-    if not multiprocess:
+    if not multiprocess and engine_args.get("tensor_parallel_size", 1) == 1:
         engine_args.setdefault("distributed_executor_backend", "uni")
     shown = {key: value for key, value in engine_args.items() if key != "additional_config"}
     with _layout(multiprocess):

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,6 +61,14 @@ class Verifier:
             if fault is not None:
                 found.setdefault(req_id, fault)
         return found
+
+    def marks(self) -> dict[str, int]:
+        """For every request a number that depends on its epoch, its live tokens and the slot of each."""
+        marks = {}
+        for req_id in self._table.req_ids:
+            held = np.concatenate([self._table.epoch[self._table.rows([req_id])], *self._placed(req_id)])
+            marks[req_id] = crc32(held.astype(np.int64).tobytes())
+        return marks
 
     def _placed(self, req_id: str) -> tuple[Ints, Ints]:
         table, tokens = self._table, self._table.live_tokens(req_id)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
@@ -96,6 +97,7 @@ class EvictionWorker:
         self._rows = np.empty(0, dtype=np.int64)
         self._new_tokens = (self._rows, self._rows, self._rows)
         self._hits: dict[str, int] = {}
+        self._interrupted = self._broken = False
 
     def wait_for_copies(self) -> None:
         """Nothing may touch the cache in a step, not even to clear a block, before the last one's copies are done."""
@@ -111,7 +113,10 @@ class EvictionWorker:
 
         An id may be in both: a request was preempted and resumed at once, or the id was used again.
         """
-        for req_id in ended:
+        # An exception leaves this set. On the answering rank it ends the engine; of one elsewhere vLLM tells nobody.
+        self._broken |= self._interrupted
+        self._interrupted = True
+        for req_id in sorted(ended):  # rows that become free are given out again in this order, the same on all ranks
             self.table.drop_request(req_id)
             self._faults.pop(req_id, None)
         for req_id, start in started.items():
@@ -122,6 +127,7 @@ class EvictionWorker:
                 self._traces.setdefault(req_id, Trace()).incarnations.append(Incarnation(start.hit))
         self._hits = {req_id: start.hit for req_id, start in started.items() if start.hit}
         self._plan, self._report = plan, StepReport(plan.step, errors=dict(self._faults))
+        self._interrupted = False
 
     def place_tokens(
         self, index: Ints, batch_blocks: NDArray[np.int32], batch_num_blocks: Ints, starts: Ints
@@ -135,10 +141,13 @@ class EvictionWorker:
             starts: first place of each request of the batch in its flat token arrays, shape [batch].
         """
         assert self._plan is not None
+        self._interrupted = True
         plan, counts = self._plan, self._plan.counts
         self._rows = rows = self.table.find_rows(plan.req_ids)
         num_blocks = batch_num_blocks[index].astype(np.int64)
         wrong = self._check(rows, num_blocks)
+        if self._ranks.size > 1:
+            wrong = self._heed_other_ranks()
         ok, failed = np.flatnonzero(~wrong), index[wrong]
         self._healthy, rows, index = ok, rows[ok], index[ok]
         slots = self.table.sync_new_tokens(rows, batch_blocks[index], num_blocks[ok], counts.new_tokens[ok])
@@ -179,6 +188,7 @@ class EvictionWorker:
         changed = self._reclaim(due) if len(due) or plan.granted else {}
         if self._config.record_trace:
             self._record(dying, victims)
+        self._interrupted = False
         return changed
 
     def take_report(self) -> StepReport:
@@ -210,6 +220,43 @@ class EvictionWorker:
                 f"{live[i]} tokens, {num_blocks[i]} blocks and epoch {epoch[i]}.",
             )
         return wrong | damaged
+
+    def _heed_other_ranks(self) -> NDArray[np.bool_]:
+        """Refuse on every rank what one of them refuses or, with ``verify``, holds differently, shape [R].
+
+        From here on the ranks treat the same requests alike, and so enter the same collectives.
+
+        Raises:
+            RuntimeError: an exception has interrupted a rank in an earlier step.
+        """
+        assert self._plan is not None and self._report is not None
+        errors = self._report.errors
+        held = self._verifier.marks() if self._verifier is not None else {}
+        mine = crc32(repr((self._broken, sorted(errors), held)).encode(), crc32(self.table.end.tobytes()))
+        if self._ranks.differ(np.array([mine])).any():
+            said = self._ranks.gather((self._broken, errors, held or self._ends()))
+            broken = [rank for rank, (is_broken, _, _) in enumerate(said) if is_broken]
+            if broken:
+                raise RuntimeError(
+                    f"vtoken: rank {broken[0]} of the model failed in the step before, and its K/V can no longer be "
+                    "trusted; look into its log."
+                )
+            for _, theirs, _ in said:
+                for req_id, sentence in theirs.items():
+                    errors.setdefault(req_id, sentence)
+            for req_id in {req_id: None for *_, theirs in said for req_id in theirs}:
+                if len({theirs.get(req_id) for *_, theirs in said}) > 1:
+                    errors.setdefault(
+                        req_id,
+                        f"vtoken: the ranks of the model do not agree about request {req_id}: its live tokens, their "
+                        "slots or its epoch differ.",
+                    )
+        return np.array([req_id in errors for req_id in self._plan.req_ids], dtype=np.bool_)
+
+    def _ends(self) -> dict[str, int]:
+        """How many physical positions each request takes: what the shape of its scores depends on."""
+        names = list(self.table.req_ids)
+        return dict(zip(names, self.table.end[self.table.rows(names)].tolist(), strict=True))
 
     def _with_hits(self, rows: Ints, tokens: Ints, slots: Ints) -> tuple[Ints, Ints, Ints]:
         """The new tokens of a step, and those that requests which begin with it found in the cache."""
