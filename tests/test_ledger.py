@@ -48,7 +48,7 @@ class Driver:
         self.computed += tokens
         complete = self.computed == self.known
         assert self.computed <= self.known
-        physical = self.ledger.physical_length("r", self.computed)
+        physical = self.computed - self.ledger.returned_positions("r")
         counts = self.ledger.schedule(["r"], ints(tokens), ints(self.computed), ints(self.computed + (not complete)))
         forward = Forward(
             int(counts.length[0]),
@@ -222,7 +222,7 @@ class TestResume:
             driver.decode(decoded)
             driver.preempt()
             assert driver.ledger.live_tokens() == 0
-            assert driver.ledger.physical_length("r", prompt + decoded) == prompt + decoded
+            assert prompt + decoded - driver.ledger.returned_positions("r") == prompt + decoded
             # The sampled token is known too, so it belongs to what is computed again.
             forwards = driver.prefill(chunk=25) + driver.decode(40)
             check_budget_kept(forwards, 34, interval)
@@ -273,7 +273,7 @@ class TestBatch:
             ledger.open(f"r{n}", 20 + n, 10 + n, 500)
             ledger.schedule([f"r{n}"], ints(20 + n), ints(20 + n), ints(20 + n))
         assert ledger.live_tokens() == sum(9 + n for n in range(9))
-        assert [ledger.physical_length(f"r{n}", 20 + n) for n in range(9)] == [9 + n for n in range(9)]
+        assert [20 + n - ledger.returned_positions(f"r{n}") for n in range(9)] == [9 + n for n in range(9)]
 
     def test_ids_are_used_once_at_a_time(self) -> None:
         ledger = LengthLedger(S, Cadence(interval=1))
@@ -285,7 +285,7 @@ class TestBatch:
         assert "r" not in ledger and ledger.live_tokens() == 0
         ledger.close("r")
         ledger.open("r", 10, 20, 15)
-        assert ledger.physical_length("r", 10) == 10
+        assert 10 - ledger.returned_positions("r") == 10
         counts = ledger.schedule(["r"], ints(10), ints(10), ints(10))
         assert (counts.length[0], counts.epoch[0], counts.evict[0]) == (0, 0, 0)
 
@@ -375,12 +375,12 @@ class TestAppending:
             [7],
             [7],
         )
-        assert (ledger.live_tokens(), ledger.held_blocks(), ledger.physical_length("r", 101)) == (39, 7, 101)
+        assert (ledger.live_tokens(), ledger.held_blocks(), 101 - ledger.returned_positions("r")) == (39, 7, 101)
 
     def test_blocks_that_were_emptied_count_as_whole_ones(self, ledger: LengthLedger) -> None:
         ledger.hold_blocks("r", 4)
         ledger.follow({"r": 3 * S})
-        assert (ledger.held_blocks(), ledger.physical_length("r", 101)) == (4, 101 - 3 * S)
+        assert (ledger.held_blocks(), 101 - ledger.returned_positions("r")) == (4, 101 - 3 * S)
         counts = ledger.schedule(["r"], ints(1), ints(101), ints(101))
         assert (counts.length.tolist(), counts.evict.tolist(), counts.epoch.tolist()) == ([39], [1], [1])
         assert counts.num_blocks.tolist() == counts.keep_blocks.tolist() == [4]
@@ -394,7 +394,7 @@ class TestAppending:
         ledger.hold_blocks("r", 4)
         ledger.follow({"r": 3 * S})
         ledger.reset("r")
-        assert (ledger.held_blocks(), ledger.live_tokens(), ledger.physical_length("r", 101)) == (0, 0, 101)
+        assert (ledger.held_blocks(), ledger.live_tokens(), 101 - ledger.returned_positions("r")) == (0, 0, 101)
 
     def test_a_budget_bounds_no_blocks(self, ledger: LengthLedger) -> None:
         assert ledger.most_blocks("r", 200) == blocks_for(200)

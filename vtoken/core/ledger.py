@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from vtoken.core.budget import eviction_counts
 from vtoken.core.cadence import OWN, Cadence
 from vtoken.core.ragged import Ints
+from vtoken.core.row_index import RowIndex
 
 _COLUMNS = (
     "length",
@@ -95,8 +96,7 @@ class LengthLedger:
         self.most_held = np.zeros(requests, dtype=np.int64)
         self._own = {name: np.full(requests, getattr(cadence, name)) for name in OWN}
         self._differing: set[int] = set()  # rows whose cadence is not the engine's
-        self._row_of: dict[str, int] = {}
-        self._free_rows = list(range(requests - 1, -1, -1))
+        self._row_of = RowIndex(requests)
 
     def __contains__(self, req_id: str) -> bool:
         return req_id in self._row_of
@@ -118,11 +118,9 @@ class LengthLedger:
             cadence: its own, which differs from the engine's in ``OWN`` alone.
             policy: its place among those on offer.
         """
-        if req_id in self._row_of:
-            raise ValueError(f"request {req_id} is already known")
-        if not self._free_rows:
+        if self._row_of.full:
             self._grow()
-        row = self._row_of[req_id] = self._free_rows.pop()
+        row = self._row_of.take(req_id)
         self.budget[row] = budget if 0 < budget < final_length else 0
         self.prompt_length[row] = prompt_length
         self.policy[row], self.most_held[row] = policy, 0
@@ -144,21 +142,22 @@ class LengthLedger:
         """Forget a request; unknown ids are ignored, since a request may end before it is admitted."""
         if req_id in self._row_of:
             self.reset(req_id)
-            row = self._row_of.pop(req_id)
+            row = self._row_of.give_back(req_id)
             self._differing.discard(row)
             self.policy[row] = 0
-            self._free_rows.append(row)
 
     def outcome(self, req_id: str) -> Outcome:
         """What became of a request so far; to be asked before its blocks are taken."""
-        row = self._row_of.get(req_id)
-        return Outcome(int(self.evicted[row]), int(self.most_held[row])) if row is not None else Outcome(0, 0)
+        if req_id not in self._row_of:
+            return Outcome(0, 0)
+        row = self._row_of[req_id]
+        return Outcome(int(self.evicted[row]), int(self.most_held[row]))
 
     def other_policies(self, req_ids: Sequence[str]) -> dict[str, int]:
         """Of those that begin, or begin again, with the step to be scheduled: who has not the engine's policy."""
         if not self.policy.any():
             return {}
-        rows = np.array([self._row_of[req_id] for req_id in req_ids], dtype=np.int64)
+        rows = self._row_of.rows(req_ids)
         begins = (self.length[rows] == 0) & (self.epoch[rows] == 0) & (self.policy[rows] > 0)
         return {req_ids[n]: int(self.policy[rows[n]]) for n in np.flatnonzero(begins).tolist()}
 
@@ -170,9 +169,9 @@ class LengthLedger:
         """Blocks that requests hold, over all of them."""
         return int(self.blocks.sum())
 
-    def physical_length(self, req_id: str, logical_length: int) -> int:
-        """How many slots the request's first ``logical_length`` tokens take, holes included."""
-        return logical_length - int(self.returned[self._row_of[req_id]])
+    def returned_positions(self, req_id: str) -> int:
+        """By how much the slots that the request's tokens take, holes included, are fewer than its tokens."""
+        return int(self.returned[self._row_of[req_id]])
 
     def is_whole(self, req_id: str) -> bool:
         """No token of the request has been evicted since it lies in the cache."""
@@ -190,7 +189,7 @@ class LengthLedger:
 
     def read_only_blocks(self, req_ids: Sequence[str]) -> Ints:
         """Leading blocks that each request keeps as they are, shape [R]."""
-        return self.read_only[[self._row_of[req_id] for req_id in req_ids]]
+        return self.read_only[self._row_of.rows(req_ids)]
 
     def keep_read_only(self, req_id: str, blocks: int) -> None:
         """Of the blocks that the request holds, the first so many stay as they are, beside what it may grow to."""
@@ -203,8 +202,7 @@ class LengthLedger:
 
     def follow(self, returned: Mapping[str, int]) -> None:
         """By how much these requests' positions are fewer than the tokens of their sequences."""
-        rows = [self._row_of[req_id] for req_id in returned]
-        self.returned[rows] = list(returned.values())
+        self.returned[self._row_of.rows(returned)] = list(returned.values())
 
     def expect_prefill(self, req_id: str, tokens: int, shared: int = 0) -> int:
         """The request is about to have a prefill of this many tokens before it can be reduced.
@@ -258,7 +256,7 @@ class LengthLedger:
             known_length: tokens of the sequence that were known before it; while a request is being prefilled, all
                 that it has to compute before it decodes.
         """
-        rows = np.array([self._row_of[req_id] for req_id in req_ids], dtype=np.int64)
+        rows = self._row_of.rows(req_ids)
         cadence = self._cadence_of(rows) if self._differing else self.cadence
         epoch = self.epoch[rows]
         # Whoever is whole may have begun with tokens from the prefix cache, which no step computed.
@@ -345,4 +343,4 @@ class LengthLedger:
             setattr(self, name, np.concatenate([array, np.zeros_like(array)]))
         for name, array in self._own.items():
             self._own[name] = np.concatenate([array, np.zeros_like(array)])
-        self._free_rows.extend(range(2 * old - 1, old - 1, -1))
+        self._row_of.grow(2 * old)

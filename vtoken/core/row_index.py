@@ -50,12 +50,11 @@ class RowIndex:
         self._req_id_in[row] = req_id
         return row
 
-    def give_back(self, req_id: str) -> int | None:
-        """The row that the request had, None for one that had none."""
-        row = self._row_of.pop(req_id, None)
-        if row is not None:
-            del self._req_id_in[row]
-            self._free.append(row)
+    def give_back(self, req_id: str) -> int:
+        """The row that the request had, which is free from now on. Raises KeyError if it had none."""
+        row = self._row_of.pop(req_id)
+        del self._req_id_in[row]
+        self._free.append(row)
         return row
 
     def rows(self, req_ids: Iterable[str]) -> Ints:

@@ -278,9 +278,9 @@ class TokenTable:
 
     def drop_request(self, req_id: str) -> None:
         """Forget a request; unknown ids are ignored, since a request may end before its first forward."""
-        row = self._row_of.give_back(req_id)
-        if row is None:
+        if req_id not in self._row_of:
             return
+        row = self._row_of.give_back(req_id)
         self.physical_of[row, : self.length[row]] = DEAD
         # What was live lies in the blocks that are held, or in a prefix whose blocks were never adopted.
         blocks = max(int(self.num_blocks[row]), -(-int(self.end[row]) // self.block_size))

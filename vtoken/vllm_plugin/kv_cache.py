@@ -52,7 +52,8 @@ class EvictableAttentionManager(FullAttentionManager):
         In ``fill`` a request with a budget never outgrows it, so what it and the running ones will still take is known.
         Keeping that free means that no admission leads to a preemption, as long as every running request has one.
         """
-        tokens = self.ledger.physical_length(request_id, num_tokens)
+        returned = self.ledger.returned_positions(request_id)
+        tokens = num_tokens - returned
         peak = shared = 0
         if apply_admission_cap:
             # Hit blocks that others hold are there already; those that nobody holds are taken out of the free ones.
@@ -66,7 +67,7 @@ class EvictableAttentionManager(FullAttentionManager):
             new_computed_blocks,
             total_computed_tokens,
             num_local_computed_tokens,
-            self.ledger.physical_length(request_id, num_tokens_main_model),
+            num_tokens_main_model - returned,
             apply_admission_cap=apply_admission_cap,
             prefill_end=prefill_end,
         )
@@ -76,11 +77,8 @@ class EvictableAttentionManager(FullAttentionManager):
         return wanted + self.reserve(wanted)
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[KVCacheBlock]:
-        blocks = super().allocate_new_blocks(
-            request_id,
-            self.ledger.physical_length(request_id, num_tokens),
-            self.ledger.physical_length(request_id, num_tokens_main_model),
-        )
+        returned = self.ledger.returned_positions(request_id)
+        blocks = super().allocate_new_blocks(request_id, num_tokens - returned, num_tokens_main_model - returned)
         if blocks:
             self.ledger.hold_blocks(request_id, len(self.req_to_blocks[request_id]))
         return blocks
