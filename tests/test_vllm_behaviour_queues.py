@@ -123,6 +123,14 @@ class TestGrammars:
         assert driver.steps[-1].stats.num_skipped_waiting_reqs == 0
 
 
+def test_a_prompt_that_arrives_in_parts(start: Start, kind: Kind) -> None:
+    """On purpose: vLLM keeps the session for what is still to come, with vtoken it is refused."""
+    driver = start(kind)
+    driver.add("a", 20, 1, resumable=True)
+    assert driver.step().ended == {"a": "length" if kind.budget is None else "error"}
+    assert ("a" in driver.scheduler.requests) == (kind.budget is None)
+
+
 class TestPriority:
     """The smaller number first, then who came first."""
 
