@@ -1,8 +1,8 @@
 """Runs engines of two tensor-parallel ranks, one after the other, and prints what they did as JSON.
 
 A program of its own: the ranks are forked from it, which spares each of them a minute of imports, and a process that
-has run an engine or OpenMP threads must not be forked. Reads a list of ``Run`` from stdin, and prints the rounds of
-each as a line of JSON.
+has run an engine or OpenMP threads must not be forked. Reads ``[groups, runs]`` from stdin, see ``compile_kernels`` and
+``Run``, and prints the rounds of each run as a line of JSON.
 """
 
 import json
@@ -173,13 +173,31 @@ def _errors_into(errors: dict[str, str], engine: Any) -> Iterator[None]:
         scheduler.settle = stock
 
 
+def compile_kernels(groups: list[int]) -> None:
+    """Compile what looks at attention, by query heads per KV head, before the ranks are forked, and not in each."""
+    import torch
+
+    from vtoken.kernels.cpu.observer import AttentionObserver
+    from vtoken.kernels.layout import vec_views
+
+    block_size, head_size = 32, 32
+    for group in groups:
+        views = vec_views(torch.zeros(1, 1, block_size, 2 * head_size))
+        AttentionObserver(*views, num_query_heads=group, num_layers=1, scale=1.0, holes=True)
+
+
 def main() -> None:
+    import vllm.model_executor.models.llama  # noqa: F401
     from vllm.v1.executor import multiproc_executor
+
+    import vtoken.vllm_plugin.compat  # noqa: F401
 
     os.sched_setaffinity(0, range(os.cpu_count() or 1))  # whoever started us may be bound to one core
     multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
     answers, sys.stdout = sys.stdout, sys.stderr
-    for wanted in json.load(sys.stdin):
+    groups, runs = json.load(sys.stdin)
+    compile_kernels(groups)
+    for wanted in runs:
         print(json.dumps(run(Run(**wanted))), file=answers, flush=True)
 
 
