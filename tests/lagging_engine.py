@@ -61,7 +61,6 @@ class LaggingEngine(StubEngine):
         self._began: dict[str, int] = {}
 
     def in_flight(self, req_id: str) -> bool:
-        """A step under way computes the request, so that its id cannot be used again yet."""
         return any(req_id in pending.output.num_scheduled_tokens for pending in self.queue)
 
     def step(self, before_update: Callable[[], None] = lambda: None) -> Step | None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from bare_runner import LAYERS, POISON
+from bare_runner import LAYERS, POISON, sampled_token
 from content_marks import ContentMarks
 from reference_cache import AppendingReference, CachingReference, S, blocks_for
 from stub_runner import StubRunner
@@ -95,15 +95,26 @@ class StubEngine:
         budget: int | float | None = None,
         *,
         tokens: Sequence[int] | None = None,
+        stop_after: int | None = None,
     ) -> None:
-        """A request arrives with these tokens, or with a prompt of some length."""
+        """A request arrives with these tokens, or with a prompt of some length.
+
+        ``stop_after``: it ends when it has said so many tokens, which nobody knows before.
+        """
         extra = None if budget is None else {"vtoken.budget": budget}
         prompt_tokens = [(7 * n + len(req_id)) % 61 for n in range(prompt)] if tokens is None else list(tokens)
-        self.scheduler.add_request(new_request(req_id, prompt_tokens, outputs, extra, self.content))
+        request = new_request(req_id, prompt_tokens, outputs, extra, self.content)
+        if stop_after is not None:
+            request.sampling_params.stop_token_ids = [sampled_token(req_id, len(prompt_tokens) + stop_after - 1)]
+        self.scheduler.add_request(request)
 
     def block_ids(self, req_id: str) -> list[int]:
         """What the scheduler thinks that the request holds."""
         return [block.block_id for block in self.manager.req_to_blocks[req_id]]
+
+    def in_flight(self, req_id: str) -> bool:
+        """A step under way computes the request, so that its id cannot be used again yet."""
+        return False
 
     def abort(self, *req_ids: str) -> None:
         self.scheduler.finish_requests(list(req_ids), RequestStatus.FINISHED_ABORTED)

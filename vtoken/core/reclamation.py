@@ -108,7 +108,7 @@ class FillReclamation(Reclamation):
     def reclaim(self, due: Due) -> Reclaimed:
         table, rows = self._table, due.rows
         moving = due.evicted > due.next_tokens
-        if due.keep_blocks is not None:  # one that is too many was allocated while a report was late
+        if due.keep_blocks is not None:  # what is too many was allocated while a report was late
             moving |= due.keep_blocks < table.num_blocks[rows]
         before: dict[int, list[int]] = {}
         for row, copy in due.copy_outs.items():

@@ -155,7 +155,7 @@ class EvictingScheduler(_Scheduler):
     ) -> dict[int, EngineCoreOutputs]:
         report: StepReport | None = getattr(model_runner_output, "vtoken_report", None)
         self._end_with_error(self.vtoken.settle(plan_of(scheduler_output), report))
-        for req_id in self._ending & model_runner_output.req_id_to_index.keys():
+        for req_id in (self._ending | self.vtoken.spoilt) & model_runner_output.req_id_to_index.keys():
             # What a request computed from a cache that is not its own must not be seen. vLLM also insists that
             # a request without a token brings no prompt logprobs.
             model_runner_output.sampled_token_ids[model_runner_output.req_id_to_index[req_id]] = []
@@ -163,6 +163,11 @@ class EvictingScheduler(_Scheduler):
             model_runner_output.prompt_token_id_logprobs_dict.pop(req_id, None)
         self._ending.clear()
         return super().update_from_output(scheduler_output, model_runner_output)
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        if reset_running_requests or not self.running:
+            self.vtoken.let_go()
+        return super().reset_prefix_cache(reset_running_requests, reset_connector)
 
     def _end_with_error(self, errors: Mapping[str, str]) -> None:
         for req_id, sentence in errors.items():

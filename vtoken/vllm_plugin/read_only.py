@@ -56,6 +56,7 @@ class Decisions:
     Attributes:
         read_only, copy_out: for the plan.
         released: blocks that requests have left, and that the worker still reads in this step.
+        left: by request, the leading blocks that it has left; they keep their hashes, and are among the released ones.
         granted: blocks that the worker may take, or not.
         taken: blocks that requests have been given in place of those that they left.
     """
@@ -63,6 +64,7 @@ class Decisions:
     read_only: dict[str, int] = field(default_factory=dict)
     copy_out: dict[str, CopyOut] = field(default_factory=dict)
     released: list[Any] = field(default_factory=list)
+    left: dict[str, list[Any]] = field(default_factory=dict)
     granted: list[Any] = field(default_factory=list)
     taken: int = 0
 
@@ -259,6 +261,7 @@ class ReadOnlyBlocks:
         wanted = max(keep_blocks - (len(blocks) - read_only), 0)
         granted = self._pool.get_new_blocks(wanted) if wanted else []
         decisions.copy_out[req_id] = CopyOut(0, [block.block_id for block in granted])
+        decisions.left[req_id] = blocks[:read_only]
         decisions.released += blocks[:read_only]
         decisions.taken += len(granted)
         blocks[:read_only] = granted

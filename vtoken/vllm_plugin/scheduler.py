@@ -50,18 +50,22 @@ class StepUnderWay:
     Attributes:
         plan: what the worker was told.
         found: the blocks that requests which start in it found in the prefix cache.
+        left: the leading blocks that requests have left with their hashes; others may find them already.
         released: blocks that the worker still reads in this step; the pool's again when its result is in.
         granted: blocks that it may move tokens into.
         taken: blocks that requests have been given to move tokens into.
         lost: requests whose blocks vLLM has taken meanwhile, and which; what the worker did to them is void.
+        known_bad: requests that an earlier step's report has ended; that this one refuses them too is no news.
     """
 
     plan: StepPlan
     found: dict[str, list[Any]]
+    left: dict[str, list[Any]]
     released: list[Any]
     granted: list[Any]
     taken: int = 0
     lost: dict[str, list[Any]] = field(default_factory=dict)
+    known_bad: set[str] = field(default_factory=set)
 
     @property
     def number(self) -> int:
@@ -77,12 +81,17 @@ class EvictionScheduler:
         pool_blocks: blocks that requests can hold.
         pool: where blocks come from and go to.
         lists: who holds which.
+
+    Attributes:
+        spoilt: requests whose results of the step settled last nobody must see; some may have been preempted since, and
+            compute them anew.
     """
 
     def __init__(
         self, config: VTokenConfig, ledger: LengthLedger, pool_blocks: int, pool: Pool, lists: BlockLists
     ) -> None:
         self.stats = ReclamationStats()
+        self.spoilt: set[str] = set()
         self._config = config
         self._ledger = ledger
         self._pool_blocks = pool_blocks
@@ -211,7 +220,7 @@ class EvictionScheduler:
             settled,
         )
         self._step = step
-        self._under_way.append(StepUnderWay(plan, found, released, granted + decided.granted, decided.taken))
+        self._under_way.append(StepUnderWay(plan, found, decided.left, released, granted + decided.granted, decided.taken))
         if not self._waits:
             self._wait_for = None
         self._waits = False
@@ -239,22 +248,40 @@ class EvictionScheduler:
         if report is None and plan.req_ids:
             raise RuntimeError(f"vtoken: the worker's report for step {step.number} is missing")
         self._under_way.popleft()
+        self.spoilt = set()
         if report is None:
             return {}
         freed = step.released + self._change_lists(step, report.changes)
         self._ledger.follow({req_id: n for req_id, n in report.returned.items() if req_id not in step.lost})
-        if self._packing is not None and step.granted:
+        if self._packing is not None and plan.granted:
             self._packing.settle(report.packed)
-        free_blocks = self._pool.get_num_free_blocks()
-        self._pool.free_blocks(freed[::-1])
-        gained = self._pool.get_num_free_blocks() - free_blocks  # not all of them, where others hold some as well
-        self.stats.blocks_reclaimed += gained - len(step.granted) - step.taken
-        if self._read_only is not None and gained < len(freed):
-            self._read_only.references_changed()
+        self._give_back(freed, len(step.granted) + step.taken)
         self.stats.tokens_evicted += report.evicted
         self.stats.tokens_moved += report.moved
+        if not report.errors:
+            return {}
         errors = {req_id: sentence for req_id, sentence in report.errors.items() if req_id not in step.lost}
-        return errors | self._never_written(step, report.errors, freed) if report.errors else {}
+        misled = self._never_written(step, report.errors, freed)
+        self.spoilt = report.errors.keys() | misled.keys()
+        return errors | {req_id: sentence for req_id, sentence in misled.items() if req_id in self._ledger}
+
+    def let_go(self) -> None:
+        """Everybody is about to lose all blocks: those of steps under way go back at once.
+
+        Steps are executed in order, so whoever takes one of these blocks writes into it after that.
+        """
+        for step in self._under_way:
+            self._give_back(step.released + step.granted, len(step.granted))
+            step.released, step.granted = [], []
+
+    def _give_back(self, blocks: list[Any], taken: int) -> None:
+        """These go back to the pool, ``taken`` of which (or others) had been taken out of it for their sake."""
+        free_blocks = self._pool.get_num_free_blocks()
+        self._pool.free_blocks(blocks[::-1])
+        gained = self._pool.get_num_free_blocks() - free_blocks  # not all of them, where others hold some as well
+        self.stats.blocks_reclaimed += gained - taken
+        if self._read_only is not None and gained < len(blocks):
+            self._read_only.references_changed()
 
     def _never_written(self, step: StepUnderWay, errors: Mapping[str, str], freed: list[Any]) -> dict[str, str]:
         """What a refused request was to compute in this step has been registered, and is not there.
@@ -266,22 +293,25 @@ class EvictionScheduler:
         steps = [step, *self._under_way]
         left = {block.block_id for one in self._under_way for block in one.released}
         left |= {block.block_id for block in freed}
-        refused = [req_id for req_id in errors if req_id in step.plan.req_ids]
+        refused = [req_id for req_id in errors if req_id in step.plan.req_ids and req_id not in step.known_bad]
         while refused:
             req_id = refused.pop()
             first = next(one for one in steps if req_id in one.plan.req_ids)
             index, counts = first.plan.req_ids.index(req_id), first.plan.counts
             if counts.epoch[index]:
                 continue  # it registers nothing any more
+            full = int(counts.length[index]) // self._ledger.block_size
             held = first.lost.get(req_id) or self._lists.blocks_of(req_id)
-            absent = {block.block_id for block in held[int(counts.length[index]) // self._ledger.block_size :]}
+            absent = {block.block_id for block in held[full:] + first.left.get(req_id, [])[full:]}
             self._pool.evict_blocks(left | absent)
             for other, found in ((other, found) for one in steps for other, found in one.found.items()):
                 if other in errors or other in misled or not absent & {block.block_id for block in found}:
                     continue
                 misled[other] = f"vtoken: request {other} began with tokens that request {req_id} did not compute."
                 refused.append(other)
-        return {req_id: sentence for req_id, sentence in misled.items() if req_id not in step.lost}
+        for later in self._under_way:
+            later.known_bad |= errors.keys() | misled.keys()
+        return misled
 
     def _change_lists(self, step: StepUnderWay, changes: Mapping[str, BlockChange]) -> list[Any]:
         """Follow what the worker did to the requests' blocks; what nobody holds any more, grants included."""

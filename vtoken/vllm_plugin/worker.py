@@ -298,7 +298,9 @@ class EvictionWorker:
             if req_id in plan.read_only:
                 table.keep_read_only(row, plan.read_only[req_id])
                 copy_outs[row] = plan.copy_out.get(req_id, CopyOut(plan.read_only[req_id], []))
-        failed = table.find_rows(report.errors)
+        failed, by_report = table.find_rows(report.errors), counts.by_report[due]
+        # The scheduler may schedule the next forward before it hears of this one's victims, and counts on that much.
+        unheard = -(-(table.end[self._rows[due]] + counts.next_tokens[due]) // table.block_size)
         reclaimed = self._reclamation.reclaim(
             Due(
                 self._rows[due],
@@ -307,8 +309,8 @@ class EvictionWorker:
                 plan.granted,
                 failed[failed >= 0],
                 copy_outs,
-                np.where(counts.by_report[due], table.num_blocks[self._rows[due]], counts.keep_blocks[due]),
-                self._rows[due[counts.by_report[due]]],
+                np.where(by_report, unheard, counts.keep_blocks[due]),
+                self._rows[due[by_report]],
             )
         )
         if self._verifier is not None:
