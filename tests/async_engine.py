@@ -1,7 +1,7 @@
 """Real engines whose results come one step late: vLLM's own queue of steps, over a CPU runner that answers at once.
 
-On a CPU vLLM has no asynchronous scheduling. Here it is switched on once the platform has switched it off, for scheduler
-and engine core; the runner stays as it is, and appends its own tokens.
+On a CPU vLLM has no asynchronous scheduling. Here it is switched on once the platform has switched it off, for
+scheduler and engine core; the runner stays as it is, and appends its own tokens.
 """
 
 from collections.abc import Iterator

@@ -153,8 +153,8 @@ class LaggingEngine(StubEngine):
                     assert one.report is not None
                     blocks = followed(blocks, one.report.changes.get(req_id))
                     returned = one.report.returned.get(req_id, returned)
+            assert blocks == table.block_ids(req_id), f"{req_id} holds other blocks than the scheduler thought"
             assert blocks == runner._vtoken_blocks.get(req_id, runner.requests[req_id].block_ids[0])
-            assert blocks == table.block_ids(req_id)
             assert view.length == table.num_live[row] == len(reference.live)
             assert view.epoch == table.epoch[row] == reference.evictions
             assert view.computed == table.length[row] == reference.length
@@ -163,7 +163,7 @@ class LaggingEngine(StubEngine):
             if table.recycling:
                 first = int(table.read_only[row]) * S
                 positions = first + sum(token >= 0 for token in cells[first:])
-            assert returned == reference.length - positions
+            assert returned == reference.length - positions, f"{req_id} takes other positions than reported"
 
     def _check_settled(self, pending: Pending) -> None:
         """With the result of a step the scheduler's lists have become what the report makes of them."""
@@ -174,8 +174,10 @@ class LaggingEngine(StubEngine):
             view = last.views[req_id]
             report = pending.report if pending.number >= view.began else StepReport(0)
             if req_id not in self.runner.broken:
-                assert self.block_ids(req_id) == followed(view.blocks, report.changes.get(req_id))
-                assert ledger.returned[row] == report.returned.get(req_id, view.returned)
+                blocks = followed(view.blocks, report.changes.get(req_id))
+                assert self.block_ids(req_id) == blocks, f"{req_id}'s list is not what the report makes of it"
+                returned = report.returned.get(req_id, view.returned)
+                assert ledger.returned[row] == returned, f"{req_id}'s positions are not those of the report"
                 assert ledger.blocks[row] == len(self.block_ids(req_id))
 
     def check(self) -> None:
@@ -196,8 +198,9 @@ class LaggingEngine(StubEngine):
         self._check_cached_blocks()
 
     def _unwritten(self) -> set[tuple[int, Any]]:
-        """Blocks that are registered already, and computed only by a step that has not been executed."""
-        return {mark for pending in self.queue if pending.result is None for mark in pending.registered}
+        """Blocks that are registered already, to be computed by a step that has not been executed, or refused to."""
+        missing = [pending for pending in self.queue if pending.report is None or pending.report.errors]
+        return {mark for pending in missing for mark in pending.registered}
 
 
 def followed(blocks: list[int], change: BlockChange | None) -> list[int]:
@@ -207,5 +210,3 @@ def followed(blocks: list[int], change: BlockChange | None) -> list[int]:
     assert set(change.freed) <= set(blocks)
     place = blocks.index(change.freed[0])
     return [b for b in [*blocks[:place], *change.adopted, *blocks[place:]] if b not in change.freed]
-
-

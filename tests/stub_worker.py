@@ -242,7 +242,7 @@ class StubEngine:
         for req_id in output.num_scheduled_tokens:
             if req_id not in self.runner.references or not self.manager.req_to_blocks.get(req_id):
                 self._alone.pop(req_id, None)
-            elif self.runner.references[req_id].steady and table.recycling:
+            elif self.runner.references[req_id].steady and table.recycling and req_id not in self.runner.broken:
                 read_only = int(table.read_only[table.rows([req_id])[0]])
                 blocks = table.block_ids(req_id)[:read_only]
                 alone = read_only > 0 and all(self.pool.blocks[block].ref_cnt == 1 for block in blocks)

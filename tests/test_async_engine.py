@@ -1,5 +1,6 @@
 """A real model under vLLM's asynchronous scheduling: the same tokens, and what the victims imply."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ Tiny = Callable[[str], Path]
 VOCAB = 512
 ENGINE: dict[str, Any] = {"skip_tokenizer_init": True, "enable_prefix_caching": True, "max_num_batched_tokens": 96}
 OUTPUTS = 24
+more = pytest.mark.skipif(not os.environ.get("VTOKEN_TEST_EVERYTHING"), reason="runs with VTOKEN_TEST_EVERYTHING=1")
 
 
 def jobs() -> list[Job]:
@@ -53,7 +55,9 @@ def one_by_one(engine: Any) -> tuple[list[list[int]], list[int]]:
     return answers, [traces[job.name].incarnations[0].prefix_hit for job in jobs()]
 
 
-@pytest.mark.parametrize("options", [{"policy": "h2o"}, {"reclaim": "none", "interval": 3}], ids=["fill", "none"])
+@pytest.mark.parametrize(
+    "options", [{"policy": "h2o"}, pytest.param({"reclaim": "none", "interval": 3}, marks=more)], ids=["fill", "none"]
+)
 def test_one_request_at_a_time_says_the_same(tiny: Tiny, options: dict[str, Any]) -> None:
     with running(tiny("llama-gqa"), settings(**options), **ENGINE) as engine:
         answers, hits = one_by_one(engine)
@@ -69,8 +73,12 @@ PACK = {"reclaim": "pack", "theta_f": 0.05, "low_watermark": 1.0, "check_interva
 
 @pytest.mark.parametrize(
     "options",
-    [{"policy": "h2o"}, {"prefill_evict": "chunked", "prefill_chunk": 40}, {"policy": "tova", "interval": 4, **PACK}],
-    ids=["fill", "chunked", "pack"],
+    [
+        {"policy": "h2o", "prefill_evict": "chunked", "prefill_chunk": 40},
+        pytest.param({}, marks=more),
+        pytest.param({"policy": "tova", "interval": 4, **PACK}, marks=more),
+    ],
+    ids=["chunked", "fill", "pack"],
 )
 def test_a_mixed_batch_is_what_its_victims_imply(tiny: Tiny, options: dict[str, Any]) -> None:
     with running_late(tiny("llama-gqa"), settings(**options), **ENGINE) as engine:

@@ -40,9 +40,10 @@ class StepCounts:
     ``length`` and ``epoch`` are those before the forward, ``num_blocks`` the blocks at the forward; ``evict``
     tokens die after it, none of them among the first ``head`` or the newest ``protect``; ``keep_blocks`` blocks stay
     (all of them, where it is for the worker to say which), and the forward after that computes ``next_tokens`` tokens
-    that may recycle holes. Of those ``by_report`` the worker says what they hold then; of the ``late`` ones it has yet to
-    say what they hold before this step, so that ``num_blocks`` may be too many. The queries of the new tokens from ``observe_from`` on are observed; ``decodes`` says that
+    that may recycle holes. The queries of the new tokens from ``observe_from`` on are observed; ``decodes`` says that
     the forward is a decode step, ``ends_part`` that it is the last one before a prompt is reduced.
+    What those ``by_report`` hold afterwards only the worker can say; of the ``late`` ones it has yet to say what they
+    held before, so that ``num_blocks`` may be too many.
     """
 
     new_tokens: Ints

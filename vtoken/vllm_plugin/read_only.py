@@ -7,8 +7,8 @@ A block with a hash, or held by more than one request, is never written. A reque
 - the same without a free block: its hash is dropped, and it is filled in place like any other;
 - *shared*: it stays, with its dead tokens masked, until all who hold it gain by leaving it, or nobody else holds it.
 
-Until its first eviction a request's list of blocks is exact. Afterwards the worker changes it, and whoever leaves shared
-blocks then must not have a report under way: with asynchronous scheduling it is left out of a step for that.
+Until its first eviction a request's list of blocks is exact. Afterwards the worker changes it, and whoever leaves
+shared blocks then must not have a report under way: with asynchronous scheduling it is left out of a step for that.
 """
 
 from collections.abc import Iterable, Sequence
@@ -215,7 +215,7 @@ class ReadOnlyBlocks:
     def _hold(self, late: list[str], known: list[str], step: int) -> None:
         """Leave out of the next step who would leave blocks if all reports were in, and decide then.
 
-        So do those who have none of their own left to leave: as soon as nothing is under way, counts are enough for them.
+        So do those who have none left to leave: as soon as nothing is under way, counts are enough for them.
         """
         free, going = self._pool.get_num_free_blocks(), set[str]()
         for req_id in late:

@@ -1,7 +1,7 @@
 """The scheduler's part: state counts with each step, and hand emptied blocks back when its result arrives.
 
-With asynchronous scheduling that is after the next step has been scheduled. Counts are exact all the same; what the worker
-alone knows of a request is not, and what depends on it waits for the report.
+With asynchronous scheduling that is after the next step has been scheduled. Counts are exact all the same; what the
+worker alone knows of a request is not, and what depends on it waits for the report.
 """
 
 from collections import deque
@@ -220,7 +220,9 @@ class EvictionScheduler:
             settled,
         )
         self._step = step
-        self._under_way.append(StepUnderWay(plan, found, decided.left, released, granted + decided.granted, decided.taken))
+        self._under_way.append(
+            StepUnderWay(plan, found, decided.left, released, granted + decided.granted, decided.taken)
+        )
         if not self._waits:
             self._wait_for = None
         self._waits = False
