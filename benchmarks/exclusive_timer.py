@@ -60,7 +60,7 @@ def instrument(timer: ExclusiveTimer) -> None:
     from vtoken.vllm_plugin import compat, kv_cache
 
     pairs = [
-        (compat.VTokenScheduler, compat.VTokenScheduler.__mro__[1:]),
+        (compat.EvictingScheduler, compat.VTokenScheduler.__mro__[2:]),
         (compat.EvictingRunner, compat.VTokenCPUModelRunner.__mro__[2:]),
         (
             kv_cache.EvictableAttentionManager,

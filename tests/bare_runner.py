@@ -45,7 +45,9 @@ class BareRunner:
     """The parts of vLLM's V1 runner that ours hooks into."""
 
     pool: Any
-    """Of the scheduler: which blocks are shared or cached at the moment."""
+    """Of the scheduler: its blocks."""
+    is_writable: Callable[[int], bool]
+    """Whether a block was neither shared nor cached when the step was scheduled."""
     content: ContentMarks | None = None
     """With a prefix cache, K/V is told apart by what it was computed from, else by request."""
 
@@ -63,6 +65,7 @@ class BareRunner:
         self.broken: set[str] = set()
         self.expected = (0, 0)
         self.hits: list[tuple[str, int]] = []
+        self.spare_tokens = 0
         self.recorder: QueryRecorder | None = None
         self.sabotage_report: Callable[[StepReport], StepReport | None] = lambda report: report
         self._rng = np.random.default_rng(7)
@@ -202,7 +205,7 @@ class BareRunner:
         length, held = int(self.seq_lens[row]), int(table.num_blocks_per_row[row])
         assert int(self.optimistic_seq_lens_cpu[row]) == length
         assert not isinstance(reference, PlacedReference) or length == len(reference.cells)
-        assert held == blocks_for(length), f"{req_id}: {held} blocks for {length} tokens"
+        self._check_held_blocks(reference, held, length)
         blocks = table.block_table.np[row, :held].tolist()
         assert not table.block_table.np[row, held:].any(), "the tail of a block-table row must be null"
         assert all(blocks) and blocks == self.requests[req_id].block_ids[0]
@@ -217,6 +220,11 @@ class BareRunner:
             assert slots == [blocks[p // S] * S + p % S for p in places], f"{req_id}: a token in a wrong slot"
         self.marks[:, slots] = reference.content(positions)
         return Forward(req_id, positions, length, blocks, slots)
+
+    def _check_held_blocks(self, reference: ReferenceCache, held: int, length: int) -> None:
+        """As many as the positions need; more only if the scheduler had yet to be told what the last eviction left."""
+        most = blocks_for(length + self.spare_tokens * reference.last_evicted)
+        assert blocks_for(length) <= held <= most, f"{held} blocks for {length} tokens"
 
     def _marks_for(self, req_id: str, positions: range) -> list[int]:
         """Of tokens that are about to be computed; what comes after a loss is like nothing else."""
@@ -235,7 +243,7 @@ class BareRunner:
         else:
             own = blocks[int(table.read_only[table.rows([req_id])[0]]) :]
             assert {slot // S for slot in slots} <= set(own), f"{req_id}: a new token in a block that is not its own"
-        held = [slot for slot in slots if not self.pool.is_block_writable(self.pool.blocks[slot // S])]
+        held = [slot for slot in slots if not self.is_writable(slot // S)]
         if held:
             assert not reference.evictions, f"{req_id} writes into a cached block"
             assert (self.marks[:, held] == POISON).all(), f"{req_id} writes over a cached token"

@@ -81,16 +81,25 @@ def stub_model_config(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.fixture
 def make(stub_model_config: Any) -> Iterator[Callable[..., Any]]:
     """Makes stub engines: vLLM's scheduler over a worker without a model."""
+    from lagging_engine import LaggingEngine
     from stub_worker import StubEngine
 
     from vtoken.config import VTokenConfig
 
+    kinds = {"sync": StubEngine, "early": LaggingEngine, "late": functools.partial(LaggingEngine, early=False)}
+
     def make_engine(
-        num_blocks: int = 1000, *, seqs: int = 256, batched: int = 65536, caching: bool = False, **options: object
+        num_blocks: int = 1000,
+        *,
+        seqs: int = 256,
+        batched: int = 65536,
+        caching: bool = False,
+        lag: str = "sync",
+        **options: object,
     ) -> Any:
         settings = {"policy": "streaming_llm", "sinks": 2, "recent": 6, "interval": 1, **options}
         settings.setdefault("record_trace", settings["policy"] != "streaming_llm")
-        return StubEngine(stub_model_config, VTokenConfig(**settings), num_blocks, seqs, batched, caching)
+        return kinds[lag](stub_model_config, VTokenConfig(**settings), num_blocks, seqs, batched, caching)
 
     yield make_engine
 

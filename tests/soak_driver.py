@@ -44,6 +44,7 @@ class Soak:
     Args:
         make: makes stub engines.
         seed: says everything else.
+        lag: how late results come: "sync", or a step, and executed "early" or "late".
 
     Attributes:
         options: of the engine.
@@ -51,14 +52,14 @@ class Soak:
         seen: how often what is to be tested has happened.
     """
 
-    def __init__(self, make: Callable[..., StubEngine], seed: int) -> None:
-        self.rng = np.random.default_rng(seed)
+    def __init__(self, make: Callable[..., StubEngine], seed: int, lag: str = "sync") -> None:
+        self.rng, self._stops = np.random.default_rng(seed), np.random.default_rng(seed + 10**6)
         self.options = settings(self.rng)
         self.seen: Counter[str] = Counter()
         self.crowded = bool(self.rng.random() < 0.7)
         num_blocks = int(self.rng.integers(17, 26)) if self.crowded else int(self.rng.integers(30, 70))
         batched = int(self.rng.choice([48, 100, 300]))
-        self.engine = make(num_blocks, seqs=10, batched=batched, caching=True, **self.options)
+        self.engine = make(num_blocks, seqs=10, batched=batched, caching=True, lag=lag, **self.options)
         self.lazy = bool(self.rng.random() < 0.5)
         if self.lazy:
             self.engine.runner.use_copies(LazyCopyEngine)
@@ -70,7 +71,8 @@ class Soak:
         for _ in range(steps):
             for req_id in NAMES:
                 few_wait = len(engine.scheduler.waiting) < 4
-                if few_wait and req_id not in engine.scheduler.requests and rng.random() < 0.15:
+                gone = req_id not in engine.scheduler.requests and not engine.in_flight(req_id)
+                if few_wait and gone and rng.random() < 0.15:
                     self._arrive(req_id)
             few = rng.random() < 0.15
             engine.scheduler.max_num_scheduled_tokens = int(rng.choice([1, 3, 40])) if few else 10**5
@@ -98,7 +100,8 @@ class Soak:
         budgets = [floor, int(rng.integers(floor, floor + 90)), float(rng.integers(1, 101)) / 100, None, 10**6]
         budget = budgets[rng.choice(5, p=[0.15, 0.2, 0.1, 0.1, 0.45])]
         outputs = int(rng.integers(1, 40)) if budget != 10**6 else int(rng.integers(40, 90))
-        own = {"budget": budget} | self._own_settings(len(tokens))
+        own: dict[str, Any] = {"budget": budget} | self._own_settings(len(tokens))
+        own["stop_after"] = int(self._stops.integers(1, outputs + 1)) if self._stops.random() < 0.3 else None
         self.engine.add(req_id, tokens=tokens, outputs=outputs, **own)
         self.seen["requests"] += 1
 

@@ -1,5 +1,6 @@
 """vLLM's own scheduler, and what a step of either scheduler did, for comparison."""
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from typing import Any
@@ -10,6 +11,7 @@ from content_marks import ContentMarks
 from reference_cache import S
 from stub_worker import new_request, vllm_config_for
 from vllm.config import ModelConfig
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import ModelRunnerOutput
@@ -27,11 +29,14 @@ class StockEngine:
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 65536,
         caching: bool = False,
+        asynchronous: bool = False,
     ) -> None:
-        vllm_config = vllm_config_for(model_config, num_blocks, max_num_seqs, max_num_batched_tokens, caching)
+        vllm_config = vllm_config_for(
+            model_config, num_blocks, max_num_seqs, max_num_batched_tokens, caching, asynchronous
+        )
         spec = FullAttentionSpec(block_size=S, num_kv_heads=1, head_size=1, dtype=torch.float32)
         groups = [KVCacheGroupSpec(list(LAYERS), spec)]
-        self.scheduler = Scheduler(
+        self.scheduler = (AsyncScheduler if asynchronous else Scheduler)(
             vllm_config=vllm_config,
             kv_cache_config=KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups),
             structured_output_manager=StructuredOutputManager(vllm_config),
@@ -40,6 +45,8 @@ class StockEngine:
         )
         self.content = ContentMarks() if caching else None
         self.hits: list[tuple[str, int]] = []
+        self.most_under_way = 2 if asynchronous else 1
+        self.queue: deque[tuple[Any, ModelRunnerOutput]] = deque()
 
     def add(self, req_id: str, *, tokens: Sequence[int], outputs: int, budget: int | float | None = None) -> None:
         self.scheduler.add_request(new_request(req_id, list(tokens), outputs, content=self.content))
@@ -47,16 +54,24 @@ class StockEngine:
     def abort(self, *req_ids: str) -> None:
         self.scheduler.finish_requests(list(req_ids), RequestStatus.FINISHED_ABORTED)
 
+    def in_flight(self, req_id: str) -> bool:
+        return any(req_id in output.num_scheduled_tokens for output, _ in self.queue)
+
     def step(self, before_update: Callable[[], None] = lambda: None) -> None:
-        output = self.scheduler.schedule()
-        note_hits(self.hits, output)
-        result = self._answer(output)
-        before_update()
-        self.scheduler.update_from_output(output, result)
+        if self.scheduler.has_requests() or self.most_under_way == 1:
+            output = self.scheduler.schedule()
+            note_hits(self.hits, output)
+            self.queue.append((output, self._answer(output)))
+            more = output.total_num_scheduled_tokens > 0 or self.scheduler.has_requests()
+            if len(self.queue) < self.most_under_way and more:
+                return
+        if self.queue:
+            before_update()
+            self.scheduler.update_from_output(*self.queue.popleft())
 
     def run(self, limit: int = 2000) -> None:
         for _ in range(limit):
-            if not self.scheduler.has_requests():
+            if not self.scheduler.has_requests() and not self.queue:
                 return
             self.step()
         raise AssertionError("the requests do not come to an end")
@@ -65,8 +80,8 @@ class StockEngine:
         req_ids, sampled = list(output.num_scheduled_tokens), []
         for req_id in req_ids:
             request = self.scheduler.requests[req_id]
-            complete = request.num_computed_tokens == request.num_tokens
-            sampled.append([sampled_token(req_id, request.num_tokens)] if complete else [])
+            complete = not request.is_prefill_chunk
+            sampled.append([sampled_token(req_id, request.num_computed_tokens)] if complete else [])
         return ModelRunnerOutput(req_ids, {req_id: n for n, req_id in enumerate(req_ids)}, sampled)
 
 
@@ -82,6 +97,7 @@ def watch(scheduler: Scheduler) -> list[dict[str, Any]]:
     """From now on, what each step of a scheduler did, in terms that vLLM has."""
     steps: list[dict[str, Any]] = []
     schedule, update = scheduler.schedule, scheduler.update_from_output
+    under_way: deque[dict[str, Any]] = deque()
     (manager,) = scheduler.kv_cache_manager.coordinator.single_type_managers
     pool = scheduler.kv_cache_manager.block_pool
 
@@ -111,11 +127,13 @@ def watch(scheduler: Scheduler) -> list[dict[str, Any]]:
                 "after schedule": state(),
             }
         )
+        under_way.append(steps[-1])
         return output
 
     def watched_update(output: Any, result: Any) -> Any:
         outputs = update(output, result)
-        steps[-1]["outputs"] = sorted(
+        step = under_way.popleft()
+        step["outputs"] = sorted(
             (
                 one.request_id,
                 one.new_token_ids,
@@ -125,7 +143,7 @@ def watch(scheduler: Scheduler) -> list[dict[str, Any]]:
             for group in outputs.values()
             for one in group.outputs
         )
-        steps[-1]["after update"] = state()
+        step["after update"] = state()
         return outputs
 
     scheduler.schedule, scheduler.update_from_output = watched_schedule, watched_update

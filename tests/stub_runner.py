@@ -55,8 +55,7 @@ class StubRunner(EvictingRunner, BareRunner):  # type: ignore[misc]
         def guarded(sources: Ints, destinations: Ints) -> None:
             if self.content is not None:
                 for block in {int(slot) // S for slot in destinations}:
-                    writable = self.pool.is_block_writable(self.pool.blocks[block])
-                    assert writable, f"tokens move into block {block}, which is cached or shared"
+                    assert self.is_writable(block), f"tokens move into block {block}, which is cached or shared"
             launch(sources, destinations)
 
         engine.launch = guarded  # type: ignore[method-assign]

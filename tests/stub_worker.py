@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from bare_runner import LAYERS, POISON
+from bare_runner import LAYERS, POISON, sampled_token
 from content_marks import ContentMarks
 from reference_cache import AppendingReference, CachingReference, S, blocks_for
 from stub_runner import StubRunner
@@ -26,7 +26,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from vtoken.config import VTokenConfig
 from vtoken.core import audit
-from vtoken.vllm_plugin.compat import VTokenScheduler, plan_of
+from vtoken.vllm_plugin.compat import VTokenAsyncScheduler, VTokenScheduler, plan_of
 from vtoken.vllm_plugin.kv_cache import EvictableAttentionSpec
 from vtoken.vllm_plugin.plugin import AdditionalConfig
 from vtoken.vllm_plugin.protocol import StepReport
@@ -49,6 +49,8 @@ class Step:
 class StubEngine:
     """Scheduler and stub worker, one step at a time; everything that can be compared is compared after each."""
 
+    asynchronous = False
+
     def __init__(
         self,
         model_config: ModelConfig,
@@ -58,13 +60,15 @@ class StubEngine:
         max_num_batched_tokens: int = 65536,
         caching: bool = False,
     ) -> None:
-        vllm_config = vllm_config_for(model_config, num_blocks, max_num_seqs, max_num_batched_tokens, caching)
+        vllm_config = vllm_config_for(
+            model_config, num_blocks, max_num_seqs, max_num_batched_tokens, caching, self.asynchronous
+        )
         vllm_config.additional_config = AdditionalConfig(config, {})
         spec = EvictableAttentionSpec(block_size=S, num_kv_heads=1, head_size=1, dtype=torch.float32)
         groups = [KVCacheGroupSpec(list(LAYERS), spec)]
         kv_cache_config = KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
         self.config = config
-        self.scheduler = VTokenScheduler(
+        self.scheduler = (VTokenAsyncScheduler if self.asynchronous else VTokenScheduler)(
             vllm_config=vllm_config,
             kv_cache_config=kv_cache_config,
             structured_output_manager=StructuredOutputManager(vllm_config),
@@ -79,6 +83,7 @@ class StubEngine:
         self.preemptions = 0
         self.content = ContentMarks() if caching else None
         self.runner.pool, self.runner.content = self.pool, self.content
+        self.runner.is_writable = lambda block: self.pool.is_block_writable(self.pool.blocks[block])
         self._alone: Counter[str] = Counter()
         self._free_blocks = self.pool.free_blocks
         self.pool.free_blocks = self._free_once
@@ -91,17 +96,28 @@ class StubEngine:
         budget: int | float | None = None,
         *,
         tokens: Sequence[int] | None = None,
+        stop_after: int | None = None,
         **own: Any,
     ) -> None:
-        """A request arrives with these tokens, or with a prompt of some length, and with settings of its own."""
+        """A request arrives with these tokens, or with a prompt of some length, and with settings of its own.
+
+        ``stop_after``: it ends when it has said so many tokens, which nobody knows before.
+        """
         own |= {} if budget is None else {"budget": budget}
         extra = {f"vtoken.{name}": value for name, value in own.items()} or None
         prompt_tokens = [(7 * n + len(req_id)) % 61 for n in range(prompt)] if tokens is None else list(tokens)
-        self.scheduler.add_request(new_request(req_id, prompt_tokens, outputs, extra, self.content))
+        request = new_request(req_id, prompt_tokens, outputs, extra, self.content)
+        if stop_after is not None:
+            request.sampling_params.stop_token_ids = [sampled_token(req_id, len(prompt_tokens) + stop_after - 1)]
+        self.scheduler.add_request(request)
 
     def block_ids(self, req_id: str) -> list[int]:
         """What the scheduler thinks that the request holds."""
         return [block.block_id for block in self.manager.req_to_blocks[req_id]]
+
+    def in_flight(self, req_id: str) -> bool:
+        """A step under way computes the request, so that its id cannot be used again yet."""
+        return False
 
     def abort(self, *req_ids: str) -> None:
         self.scheduler.finish_requests(list(req_ids), RequestStatus.FINISHED_ABORTED)
@@ -113,19 +129,23 @@ class StubEngine:
         self._check_steady_growth(output)
         self.check_pool()
         result = self.runner.run(output)
-        report = result.vtoken_report
         before_update()
         self.check_pool()
+        step = self._update(output, result)
+        self.check()
+        self._check_nobody_lingers(output)
+        return step
+
+    def _update(self, output: Any, result: Any) -> Step:
+        """The scheduler takes in a result."""
+        step = Step(output, result.vtoken_report)
         outputs = self.scheduler.update_from_output(output, result)
-        step = Step(output, report)
         for one in (o for group in outputs.values() for o in group.outputs):
             step.tokens.setdefault(one.request_id, []).extend(one.new_token_ids)
             if one.finish_reason is not None:
                 step.finished[one.request_id] = str(one.finish_reason)
                 step.told[one.request_id] = (one.kv_transfer_params or {}).get("vtoken", {})
         assert not hasattr(EMPTY_MODEL_RUNNER_OUTPUT, "vtoken_report")
-        self.check()
-        self._check_nobody_lingers(output)
         return step
 
     def run(self, limit: int = 2000) -> list[Step]:
@@ -208,11 +228,17 @@ class StubEngine:
         """Whoever finds a block in the prefix cache finds what its hash promises, in every layer."""
         if self.content is None:
             return
+        unwritten = self._unwritten()
         cached = [block for block in self.pool.blocks if block.block_hash is not None]
+        cached = [block for block in cached if (block.block_id, block.block_hash) not in unwritten]
         wanted = {block.block_id: self.content.promised(block) for block in cached}
         marks = self.runner.marks[:, :, 0].reshape(-1, self.pool.num_gpu_blocks, S)[:, list(wanted)]
         false = (marks != np.array(list(wanted.values())).reshape(-1, S)).any(axis=(0, 2))
         assert not false.any(), f"cached blocks {np.array(list(wanted))[false]} hold what their hash does not say"
+
+    def _unwritten(self) -> set[tuple[int, Any]]:
+        """Blocks that are registered, and not computed yet."""
+        return set()
 
     def _check_nobody_lingers(self, output: Any) -> None:
         """Who alone holds its read-only blocks leaves them, holes and all, while it decodes a few tokens."""
@@ -220,10 +246,10 @@ class StubEngine:
         for req_id in output.num_scheduled_tokens:
             if req_id not in self.runner.references or not self.manager.req_to_blocks.get(req_id):
                 self._alone.pop(req_id, None)
-            elif self.runner.references[req_id].steady and table.recycling:
+            elif self.runner.references[req_id].steady and table.recycling and req_id not in self.runner.broken:
                 read_only = int(table.read_only[table.rows([req_id])[0]])
-                blocks = self.manager.req_to_blocks[req_id][:read_only]
-                alone = read_only > 0 and all(block.ref_cnt == 1 for block in blocks)
+                blocks = table.block_ids(req_id)[:read_only]
+                alone = read_only > 0 and all(self.pool.blocks[block].ref_cnt == 1 for block in blocks)
                 self._alone[req_id] = self._alone[req_id] + 1 if alone else 0
                 assert self._alone[req_id] <= LINGERING, f"{req_id} keeps holes in blocks that are its own by now"
 
@@ -251,7 +277,12 @@ class StubEngine:
 
 
 def vllm_config_for(
-    model_config: ModelConfig, num_blocks: int, max_num_seqs: int, max_num_batched_tokens: int, caching: bool
+    model_config: ModelConfig,
+    num_blocks: int,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    caching: bool,
+    asynchronous: bool = False,
 ) -> VllmConfig:
     """What vLLM is told, with or without vtoken."""
     cache_config = CacheConfig(block_size=S, enable_prefix_caching=caching)
@@ -264,7 +295,9 @@ def vllm_config_for(
         enable_chunked_prefill=True,
         async_scheduling=False,
     )
-    return VllmConfig(model_config=model_config, cache_config=cache_config, scheduler_config=scheduler_config)
+    config = VllmConfig(model_config=model_config, cache_config=cache_config, scheduler_config=scheduler_config)
+    config.scheduler_config.async_scheduling = asynchronous  # on a CPU vLLM itself would not have it
+    return config
 
 
 def new_request(

@@ -23,7 +23,6 @@ def stock(tiny_gqa: Path) -> Any:
 SOMETHING = SimpleNamespace()
 # Option -> attribute of the configuration, and the value that has to be refused.
 FORBIDDEN: dict[str, tuple[str, Any]] = {
-    "async_scheduling=True": ("scheduler_config.async_scheduling", True),
     "vLLM's V2 model runner": ("use_v2_model_runner", True),
     "speculative decoding": ("speculative_config", SOMETHING),
     "a KV connector": ("kv_transfer_config", SOMETHING),

@@ -27,7 +27,8 @@ def drive(engine: StubEngine | StockEngine, seed: int, budget: int | None = None
 
     for _ in range(STEPS):
         for n in range(12):
-            if rng.random() < 0.04 and f"r{n}" not in engine.scheduler.requests:
+            gone = f"r{n}" not in engine.scheduler.requests and not engine.in_flight(f"r{n}")
+            if rng.random() < 0.04 and gone:
                 shared, own = int(rng.integers(0, 150)), rng.integers(0, 61, int(rng.integers(1, 40))).tolist()
                 tokens = trunks[rng.integers(3)][:shared] + own
                 engine.add(f"r{n}", tokens=tokens, outputs=int(rng.integers(1, 50)), budget=budget)
@@ -60,6 +61,26 @@ class TestWhereNothingIsEvicted:
         preemptions = sum(len(step["preempted"]) for step in theirs)
         hits = sum(cached or 0 for step in theirs for *_, cached in step["outputs"])
         assert (preemptions > 0 or num_blocks == 200) and (hits > 0) == caching
+        assert engine.scheduler.vtoken.stats.tokens_evicted == 0
+
+    @pytest.mark.parametrize("num_blocks, seed", [(16, 3), (31, 4)])
+    @pytest.mark.parametrize("mode, lag", [("fill", "early"), ("fill", "late"), ("none", "early")])
+    def test_every_step_is_vllm_s_when_results_come_late(
+        self,
+        make: MakeEngine,
+        stub_model_config: Any,
+        mode: str,
+        lag: str,
+        seed: int,
+        num_blocks: int,
+        caching: bool,
+    ) -> None:
+        stock = StockEngine(stub_model_config, num_blocks, 8, BATCHED, caching, asynchronous=True)
+        theirs = drive(stock, seed)
+        engine = make(num_blocks, seqs=8, batched=BATCHED, caching=caching, reclaim=mode, lag=lag)
+        the_same(drive(engine, seed, budget=10_000), theirs)
+        assert sum(len(step["preempted"]) for step in theirs) > 0
+        assert (sum(cached or 0 for step in theirs for *_, cached in step["outputs"]) > 0) == caching
         assert engine.scheduler.vtoken.stats.tokens_evicted == 0
 
     @pytest.mark.parametrize("seed", range(2))

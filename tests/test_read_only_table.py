@@ -106,7 +106,9 @@ class TestLeaving:
     def reclaim(self, table: TokenTable, evicted: int, copy: CopyOut | None = None) -> object:
         rows = table.rows(["a"])
         copies = {} if copy is None else {int(rows[0]): copy}
-        result = FillReclamation(table).reclaim(Due(rows, ints(evicted), ints(1), copy_outs=copies))
+        reported = rows if copy is None or copy.keep else ints()
+        due = Due(rows, ints(evicted), ints(1), copy_outs=copies, reported=reported)
+        result = FillReclamation(table).reclaim(due)
         audit.check_mapping(table)
         return result
 

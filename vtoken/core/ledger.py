@@ -32,6 +32,8 @@ _COLUMNS = (
     "policy",
     "evicted",
     "most_held",
+    "by_report",
+    "awaits",
 )
 
 
@@ -44,6 +46,8 @@ class StepCounts:
     (all of them, where it is for the worker to say which), and the forward after that computes ``next_tokens`` tokens
     that may recycle holes. The queries of the new tokens from ``observe_from`` on are observed; ``decodes`` says that
     the forward is a decode step, ``ends_part`` that it is the last one before a prompt is reduced.
+    What those ``by_report`` hold afterwards only the worker can say; of the ``late`` ones it has yet to say what they
+    held before, so that ``num_blocks`` may be too many.
     """
 
     new_tokens: Ints
@@ -58,6 +62,8 @@ class StepCounts:
     observe_from: Ints
     decodes: NDArray[np.bool_]
     ends_part: NDArray[np.bool_]
+    by_report: NDArray[np.bool_]
+    late: NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -94,6 +100,8 @@ class LengthLedger:
         self.policy = np.zeros(requests, dtype=np.int64)
         self.evicted = np.zeros(requests, dtype=np.int64)
         self.most_held = np.zeros(requests, dtype=np.int64)
+        self.by_report = np.zeros(requests, dtype=np.bool_)
+        self.awaits = np.zeros(requests, dtype=np.int64)
         self._own = {name: np.full(requests, getattr(cadence, name)) for name in OWN}
         self._differing: set[int] = set()  # rows whose cadence is not the engine's
         self._row_of = RowIndex(requests)
@@ -134,7 +142,17 @@ class LengthLedger:
     def reset(self, req_id: str) -> None:
         """The request lost its cache (preemption) and keeps its limits."""
         row = self._row_of[req_id]
-        for name in ("length", "returned", "blocks", "read_only", "epoch", "peak_blocks", "evicted"):
+        for name in (
+            "length",
+            "returned",
+            "blocks",
+            "read_only",
+            "epoch",
+            "peak_blocks",
+            "evicted",
+            "by_report",
+            "awaits",
+        ):
             getattr(self, name)[row] = 0
         self.prefilling[row] = True
 
@@ -204,6 +222,15 @@ class LengthLedger:
         """By how much these requests' positions are fewer than the tokens of their sequences."""
         self.returned[self._row_of.rows(returned)] = list(returned.values())
 
+    def await_report(self, req_id: str, step: int) -> None:
+        """Only the report of this step will say what the request holds after it."""
+        self.awaits[self._row_of[req_id]] = step
+
+    def is_prefilled_blindly(self, req_id: str, settled: int) -> bool:
+        """More of the prompt would be computed before it is known what an earlier part of it has left behind."""
+        row = self._row_of[req_id]
+        return bool(self.by_report[row] and self.prefilling[row] and self.awaits[row] > settled)
+
     def expect_prefill(self, req_id: str, tokens: int, shared: int = 0) -> int:
         """The request is about to have a prefill of this many tokens before it can be reduced.
 
@@ -247,6 +274,8 @@ class LengthLedger:
         new_tokens: Ints,
         logical_length: Ints,
         known_length: Ints,
+        step: int = 0,
+        settled: int = 0,
     ) -> StepCounts:
         """Advance every scheduled request past this step; shapes [R].
 
@@ -255,6 +284,7 @@ class LengthLedger:
             logical_length: tokens of the sequence after the step, evicted ones included.
             known_length: tokens of the sequence that were known before it; while a request is being prefilled, all
                 that it has to compute before it decodes.
+            step, settled: number of this step, and of the last one whose report is in.
         """
         rows = self._row_of.rows(req_ids)
         cadence = self._cadence_of(rows) if self._differing else self.cadence
@@ -263,6 +293,9 @@ class LengthLedger:
         length = np.where(epoch == 0, logical_length - new_tokens, self.length[rows])
         attended = length + new_tokens
         num_blocks = self._blocks_for(logical_length - self.returned[rows])
+        by_report, late = self.by_report[rows], self.awaits[rows] > settled
+        # While a report is late, positions are taken for more than they are, and so may be the blocks that they need.
+        num_blocks = np.where(by_report, np.maximum(num_blocks, self.blocks[rows]), num_blocks)
         decodes, budget = ~self.prefilling[rows], self.budget[rows]
         prefill_end = self.prefill_end[rows] = np.where(decodes, self.prefill_end[rows], known_length)
         ends_prefill = ~decodes & (logical_length >= known_length)
@@ -281,7 +314,9 @@ class LengthLedger:
         next_tokens = (reduced & (decodes | ends_prefill)).astype(np.int64)
         keep_blocks = num_blocks.copy()
         if self.dense:
-            known = self.read_only[rows] == 0
+            # Without read-only blocks the counts are enough again, once the worker has told the last that they miss.
+            known = ~by_report | ((self.read_only[rows] == 0) & ~late & reduced)
+            by_report = ~known
             keep_blocks[known & reduced] = self._blocks_for(attended - evict + next_tokens)[known & reduced]
             self.returned[rows] += np.where(known, evict, 0)
         observe_from = cadence.observed_from(
@@ -292,6 +327,8 @@ class LengthLedger:
         self.most_held[rows] = np.maximum(self.most_held[rows], num_blocks)
         self.epoch[rows] = epoch + reduced
         self.blocks[rows] = keep_blocks
+        self.by_report[rows] = by_report
+        self.awaits[rows] = np.where(reduced, step, self.awaits[rows])
         self.prefilling[rows] = ~(decodes | ends_prefill)
         full_grown = rows[ends_prefill & (budget > 0) & self.dense]
         self.peak_blocks[full_grown] = self.read_only[full_grown] + self._blocks_for(self.budget[full_grown])
@@ -308,6 +345,8 @@ class LengthLedger:
             observe_from=np.where(budget > 0, observe_from, new_tokens),
             decodes=decodes,
             ends_part=ends_part,
+            by_report=by_report,
+            late=late,
         )
 
     def share(self, req_id: str, counts: StepCounts, index: int, blocks: int) -> None:
@@ -315,6 +354,7 @@ class LengthLedger:
         row = self._row_of[req_id]
         self.returned[row] -= counts.evict[index]
         self.blocks[row] = counts.keep_blocks[index] = counts.num_blocks[index]
+        self.by_report[row] = counts.by_report[index] = True
         self.keep_read_only(req_id, blocks)
 
     def unshare(self, req_id: str, counts: StepCounts, index: int, logical_length: int) -> None:
@@ -322,6 +362,7 @@ class LengthLedger:
         row = self._row_of[req_id]
         self.returned[row] = logical_length - self.length[row]
         counts.next_tokens[index] = 1
+        self.by_report[row] = counts.by_report[index] = False
         self.blocks[row] = counts.keep_blocks[index] = self.dense_blocks(req_id)
         self.keep_read_only(req_id, 0)
 

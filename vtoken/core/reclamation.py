@@ -45,6 +45,8 @@ class Due:
         granted: empty blocks that may be taken by whoever can be packed.
         spare: requests of which nothing may be moved, since they are about to end with an error.
         copy_outs: by row, for the requests that are to leave read-only blocks.
+        keep_blocks: blocks that each may keep, [R].
+        reported: those requests of which the scheduler waits to be told what they hold, [Q].
     """
 
     rows: Ints
@@ -53,6 +55,8 @@ class Due:
     granted: Sequence[int] = ()
     spare: Ints = field(default_factory=lambda: NOTHING)
     copy_outs: Mapping[int, CopyOut] = field(default_factory=dict)
+    keep_blocks: Ints | None = None
+    reported: Ints = field(default_factory=lambda: NOTHING)
 
 
 @dataclass(frozen=True)
@@ -104,13 +108,15 @@ class FillReclamation(Reclamation):
     def reclaim(self, due: Due) -> Reclaimed:
         table, rows = self._table, due.rows
         moving = due.evicted > due.next_tokens
+        if due.keep_blocks is not None:  # what is too many was allocated while a report was late
+            moving |= due.keep_blocks < table.num_blocks[rows]
         before: dict[int, list[int]] = {}
         for row, copy in due.copy_outs.items():
             place = int(np.flatnonzero(rows == row)[0])
             blocks = table.blocks[row, : table.num_blocks[row]].tolist()
             if self._leave(row, copy, int(due.next_tokens[place])):
                 moving[place], before[row] = True, blocks[copy.keep :] + blocks[: copy.keep]
-        reported = rows[table.read_only[rows] > 0]
+        reported = due.reported
         owner, column = _empty_blocks(table, reported, table.read_only[reported])
         if not moving.any() and not len(owner):  # recycling alone keeps everyone dense
             return Reclaimed(reported=reported, returned=table.length[reported] - table.dense_end(reported))

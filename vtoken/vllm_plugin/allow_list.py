@@ -31,7 +31,6 @@ def _window(config: Any) -> Any:
 
 
 REFUSALS = (
-    Refusal("async_scheduling=True", "set async_scheduling=False", lambda c: c.scheduler_config.async_scheduling),
     Refusal(
         "vLLM's V2 model runner",
         "set the environment variable VLLM_USE_V2_MODEL_RUNNER=0",

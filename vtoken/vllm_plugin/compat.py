@@ -15,12 +15,13 @@ import torch
 from numpy.typing import NDArray
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.worker.gpu_worker import Worker
 
@@ -46,9 +47,10 @@ from vtoken.vllm_plugin.scores import KeyNorms, score_bytes
 from vtoken.vllm_plugin.worker import EvictionWorker, Start
 
 if TYPE_CHECKING:
+    from vllm.v1.core.sched.scheduler import Scheduler as _Scheduler
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner as _Runner
-else:
-    _Runner = object  # a mixin: the runner that it extends differs between CPU and GPU
+else:  # mixins: which scheduler and which runner they extend is for the configuration to say
+    _Runner = _Scheduler = object
 
 logger = init_logger(__name__)
 
@@ -70,8 +72,8 @@ def register_spec() -> None:
     )
 
 
-class VTokenScheduler(Scheduler):
-    """vLLM's scheduler with a plan attached to each step and the emptied blocks returned with its result."""
+class EvictingScheduler(_Scheduler):
+    """Mixin over vLLM's schedulers: a plan attached to each step, and the emptied blocks returned with its result."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         register_spec()
@@ -131,12 +133,18 @@ class VTokenScheduler(Scheduler):
         finally:
             self._scheduling = False
         requests = [self.requests[req_id] for req_id in output.num_scheduled_tokens]
+        cached = output.scheduled_cached_reqs
+        hits = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs if new.num_computed_tokens}
+        if cached.resumed_req_ids:
+            computed = zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+            hits |= {req_id: hit for req_id, hit in computed if hit and req_id in cached.resumed_req_ids}
         output.vtoken_plan = self.vtoken.plan(
             ScheduledStep(
                 list(output.num_scheduled_tokens),
                 output.num_scheduled_tokens.values(),
                 (request.num_computed_tokens for request in requests),
                 (request.num_tokens for request in requests),
+                hits,
             )
         )
         return output
@@ -146,7 +154,7 @@ class VTokenScheduler(Scheduler):
     ) -> dict[int, EngineCoreOutputs]:
         report: StepReport | None = getattr(model_runner_output, "vtoken_report", None)
         self._end_with_error(self.vtoken.settle(plan_of(scheduler_output), report))
-        for req_id in self._ending & model_runner_output.req_id_to_index.keys():
+        for req_id in (self._ending | self.vtoken.spoilt) & model_runner_output.req_id_to_index.keys():
             # What a request computed from a cache that is not its own must not be seen. vLLM also insists that
             # a request without a token brings no prompt logprobs.
             model_runner_output.sampled_token_ids[model_runner_output.req_id_to_index[req_id]] = []
@@ -154,6 +162,11 @@ class VTokenScheduler(Scheduler):
             model_runner_output.prompt_token_id_logprobs_dict.pop(req_id, None)
         self._ending.clear()
         return super().update_from_output(scheduler_output, model_runner_output)
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        if reset_running_requests or not self.running:
+            self.vtoken.let_go()
+        return super().reset_prefix_cache(reset_running_requests, reset_connector)
 
     def _end_with_error(self, errors: Mapping[str, str]) -> None:
         for req_id, sentence in errors.items():
@@ -173,9 +186,27 @@ class VTokenScheduler(Scheduler):
     def _request_blocks_can_be_freed(self, request: Request) -> bool:
         # Asked before a preemption: while blocks are on their way back, waiting one step is enough. Never so while
         # each step's result is taken before the next one is scheduled.
-        if self._scheduling and self.vtoken.frees_pending:
+        if self._scheduling and self.vtoken.waits_for_frees():
             return False
         return super()._request_blocks_can_be_freed(request)
+
+
+class VTokenScheduler(EvictingScheduler, Scheduler):
+    """vLLM's scheduler, evicting."""
+
+
+class VTokenAsyncScheduler(EvictingScheduler, AsyncScheduler):
+    """vLLM's scheduler for steps whose results arrive after the next one has been scheduled, evicting."""
+
+
+class ReportedOutput(AsyncModelRunnerOutput):
+    """A runner's output that is still on its way from the device, and the report that belongs to it."""
+
+    def __init__(self, output: AsyncModelRunnerOutput, report: StepReport) -> None:
+        self._output, self._report = output, report
+
+    def get_output(self) -> ModelRunnerOutput:
+        return _with_report(self._output.get_output(), self._report)
 
 
 class EvictingRunner(_Runner):
@@ -267,9 +298,16 @@ class EvictingRunner(_Runner):
         self._vtoken_blocks = {}
 
     def _vtoken_with_report(self, output: Any) -> Any:
-        output = copy(output)  # an empty output is a singleton that all steps share
-        output.vtoken_report = self.vtoken.take_report()
-        return output
+        report = self.vtoken.take_report()
+        if isinstance(output, AsyncModelRunnerOutput):
+            return ReportedOutput(output, report)
+        return _with_report(output, report)
+
+
+def _with_report(output: ModelRunnerOutput, report: StepReport) -> ModelRunnerOutput:
+    output = copy(output)  # an empty output is a singleton that all steps share
+    output.vtoken_report = report
+    return output
 
 
 def _evictable(name: str, spec: KVCacheSpec) -> KVCacheSpec:

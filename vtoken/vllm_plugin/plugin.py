@@ -103,7 +103,8 @@ def configure(vllm_config: Any, options: Mapping[str, Any] | VTokenConfig) -> No
         vllm_config.additional_config = AdditionalConfig(config, others)
     compat = "vtoken.vllm_plugin.compat"
     on_cpu = vllm_config.device_config.device_type == "cpu"
-    vllm_config.scheduler_config.scheduler_cls = f"{compat}.VTokenScheduler"
+    scheduler = "VTokenAsyncScheduler" if vllm_config.scheduler_config.async_scheduling else "VTokenScheduler"
+    vllm_config.scheduler_config.scheduler_cls = f"{compat}.{scheduler}"
     vllm_config.parallel_config.worker_cls = f"{compat}.{'VTokenCPUWorker' if on_cpu else 'VTokenGPUWorker'}"
     _validate_requests(config)
 

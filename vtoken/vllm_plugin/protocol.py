@@ -3,6 +3,9 @@
 The scheduler owns counts, the worker owns which. In ``fill`` no block id has to travel upwards: both sides know
 that a request keeps its first ``keep_blocks`` blocks. In ``pack`` and ``none``, and of requests that keep read-only
 blocks, the worker alone knows which blocks became empty and how many positions are left, and reports it.
+
+With asynchronous scheduling a step is scheduled before the report of the one before it is in. Each plan names the last
+step that has been settled, so that the worker knows what its scheduler could not know yet.
 """
 
 from dataclasses import dataclass, field
@@ -25,6 +28,7 @@ class StepPlan:
             which that has changed.
         copy_out: what a request is to do with the last of its read-only blocks.
         policies: for requests that begin with this step, which of the policies on offer is theirs; else the engine's.
+        settled: number of the last step whose report had been taken in when this one was scheduled.
     """
 
     step: int
@@ -34,6 +38,7 @@ class StepPlan:
     read_only: dict[str, int] = field(default_factory=dict)
     copy_out: dict[str, CopyOut] = field(default_factory=dict)
     policies: dict[str, int] = field(default_factory=dict)
+    settled: int = 0
 
 
 @dataclass

@@ -6,6 +6,9 @@ A block with a hash, or held by more than one request, is never written. A reque
   with its hash, so that later requests still hit it;
 - the same without a free block: its hash is dropped, and it is filled in place like any other;
 - *shared*: it stays, with its dead tokens masked, until all who hold it gain by leaving it, or nobody else holds it.
+
+Until its first eviction a request's list of blocks is exact. Afterwards the worker changes it, and whoever leaves
+shared blocks then must not have a report under way: with asynchronous scheduling it is left out of a step for that.
 """
 
 from collections.abc import Iterable, Sequence
@@ -53,6 +56,7 @@ class Decisions:
     Attributes:
         read_only, copy_out: for the plan.
         released: blocks that requests have left, and that the worker still reads in this step.
+        left: by request, the leading blocks that it has left; they keep their hashes, and are among the released ones.
         granted: blocks that the worker may take, or not.
         taken: blocks that requests have been given in place of those that they left.
     """
@@ -60,6 +64,7 @@ class Decisions:
     read_only: dict[str, int] = field(default_factory=dict)
     copy_out: dict[str, CopyOut] = field(default_factory=dict)
     released: list[Any] = field(default_factory=list)
+    left: dict[str, list[Any]] = field(default_factory=dict)
     granted: list[Any] = field(default_factory=list)
     taken: int = 0
 
@@ -80,6 +85,7 @@ class ReadOnlyBlocks:
         self._lists = lists
         self._leave_shared = leave_shared
         self._tried: dict[str, int] = {}  # by request, from which of its read-only blocks on it has been told to leave
+        self._held: dict[str, int] = {}  # by request that may leave, up to which step all reports must be in
         self._references_changed = False
         self._since_look = LOOK_EVERY
 
@@ -90,14 +96,20 @@ class ReadOnlyBlocks:
     def forget(self, req_id: str) -> None:
         """The request has no blocks any more."""
         self._tried.pop(req_id, None)
+        self._held.pop(req_id, None)
         self._references_changed = True
 
-    def decide(self, req_ids: Sequence[str], counts: StepCounts, logical_length: Ints) -> Decisions:
+    def waits(self, req_id: str, settled: int) -> bool:
+        """A running request is not to be scheduled before a report has come that is still under way."""
+        return self._held.get(req_id, 0) > settled or self._ledger.is_prefilled_blindly(req_id, settled)
+
+    def decide(self, req_ids: Sequence[str], counts: StepCounts, logical_length: Ints, step: int) -> Decisions:
         """Once per step, after vLLM has scheduled it: whoever is hit or shared in it shows in the reference counts.
 
         Args:
             req_ids, counts: the scheduled requests; ``counts`` is corrected for those that keep read-only blocks.
             logical_length: tokens of their sequences after the step, [R].
+            step: its number.
         """
         decisions = Decisions()
         self._since_look += 1
@@ -106,13 +118,21 @@ class ReadOnlyBlocks:
             self._references_changed, self._since_look = False, 0
         for index in np.flatnonzero((counts.evict > 0) & (counts.epoch == 0)).tolist():
             self._reduce_first(req_ids[index], index, counts, decisions)
-        if not look:
+        back = {req_id for req_id in req_ids if req_id in self._held} if self._held else set()
+        if not look and not back:
             return decisions
-        kept = self._ledger.read_only_blocks(req_ids) > 0
-        candidates = {req_ids[i]: i for i in np.flatnonzero(kept & counts.decodes & (counts.epoch > 0)).tolist()}
+        for req_id in back:
+            del self._held[req_id]
+        may_leave = np.flatnonzero(counts.by_report & counts.decodes & (counts.epoch > 0)).tolist()
+        late = [req_ids[i] for i in may_leave if counts.late[i]] if look else []
+        candidates = {req_ids[i]: i for i in may_leave if not counts.late[i] and (look or req_ids[i] in back)}
         self._leave_private(candidates, counts, logical_length, decisions)
         if self._leave_shared:
             self._leave_together(candidates, counts, logical_length, decisions)
+        for req_id in decisions.copy_out.keys() & candidates.keys():
+            self._ledger.await_report(req_id, step)
+        if late:
+            self._hold(late, [req_id for req_id in candidates if req_id not in decisions.read_only], step)
         return decisions
 
     # -- inside -----------------------------------------------------------------------------------------------
@@ -142,41 +162,71 @@ class ReadOnlyBlocks:
         self, candidates: dict[str, int], counts: StepCounts, logical_length: Ints, decisions: Decisions
     ) -> None:
         """Requests that are the last ones to hold their read-only blocks, or the last of them."""
-        for req_id, index in list(candidates.items()):
-            read_only = int(self._ledger.read_only_blocks([req_id])[0])
-            blocks = self._lists.blocks_of(req_id)
-            shared = _last(block.ref_cnt > 1 for block in blocks[:read_only])
-            if shared >= self._tried.get(req_id, read_only):
+        for req_id, index in candidates.items():
+            read_only, shared, most = self._private_part(req_id)
+            if shared == read_only or most > self._pool.get_num_free_blocks():
                 continue
             if shared:
-                # What the copy takes at most, and what it may take to be worth it: the worker knows, and declines.
-                most = min(self._copy_blocks(req_id, read_only), read_only - shared - 1)
-                if most <= self._pool.get_num_free_blocks():
-                    self._tried[req_id] = shared
-                    decisions.read_only[req_id] = read_only
-                    self._grant(req_id, shared, most, decisions)
-                    del candidates[req_id]
+                self._tried[req_id] = shared
+                decisions.read_only[req_id] = read_only
+                self._grant(req_id, shared, most, decisions)
             else:
                 self._leave(req_id, index, counts, int(logical_length[index]), decisions)
-                del candidates[req_id]
+
+    def _private_part(self, req_id: str) -> tuple[int, int, int]:
+        """(read-only blocks, of these up to the last that others hold, the most blocks that leaving the rest takes).
+
+        The second is the first if there is nothing to leave, or it has been tried.
+        """
+        read_only = int(self._ledger.read_only_blocks([req_id])[0])
+        blocks = self._lists.blocks_of(req_id)
+        shared = _last(block.ref_cnt > 1 for block in blocks[:read_only])
+        if shared >= self._tried.get(req_id, read_only):
+            return read_only, read_only, 0
+        # What the copy takes at most, and what it may take to be worth it: the worker knows, and declines. One that
+        # leaves all of its blocks gets what it takes in any case.
+        most = min(self._copy_blocks(req_id, read_only), read_only - shared - 1) if shared else 0
+        return read_only, shared, most
 
     def _leave_together(
         self, candidates: dict[str, int], counts: StepCounts, logical_length: Ints, decisions: Decisions
     ) -> None:
-        shared: dict[str, list[int]] = {}
-        references: dict[int, int] = {}
-        copies: dict[str, int] = {}
-        for req_id in candidates:
-            blocks, read_only = self._lists.blocks_of(req_id), int(self._ledger.read_only_blocks([req_id])[0])
-            shared[req_id] = [block.block_id for block in blocks[:read_only]]
-            references |= {block.block_id: block.ref_cnt for block in blocks[:read_only]}
-            copies[req_id] = self._copy_blocks(req_id, read_only)
-        for group in worth_leaving(shared, references, copies):
-            if sum(copies[req_id] for req_id in group) > self._pool.get_num_free_blocks():
+        staying = [req_id for req_id in candidates if req_id not in decisions.read_only]
+        for group, taken in self._groups_that_gain(staying):
+            if taken > self._pool.get_num_free_blocks():
                 continue  # another time
             for req_id in group:
                 index = candidates[req_id]
                 self._leave(req_id, index, counts, int(logical_length[index]), decisions)
+
+    def _groups_that_gain(self, req_ids: Sequence[str]) -> list[tuple[list[str], int]]:
+        """Those who should leave together, and how many blocks their copies take."""
+        shared: dict[str, list[int]] = {}
+        references: dict[int, int] = {}
+        copies: dict[str, int] = {}
+        for req_id in req_ids:
+            blocks, read_only = self._lists.blocks_of(req_id), int(self._ledger.read_only_blocks([req_id])[0])
+            shared[req_id] = [block.block_id for block in blocks[:read_only]]
+            references |= {block.block_id: block.ref_cnt for block in blocks[:read_only]}
+            copies[req_id] = self._copy_blocks(req_id, read_only)
+        groups = worth_leaving(shared, references, copies)
+        return [(group, sum(copies[req_id] for req_id in group)) for group in groups]
+
+    def _hold(self, late: list[str], known: list[str], step: int) -> None:
+        """Leave out of the next step who would leave blocks if all reports were in, and decide then.
+
+        So do those who have none left to leave: as soon as nothing is under way, counts are enough for them.
+        """
+        free, going = self._pool.get_num_free_blocks(), set[str]()
+        for req_id in late:
+            read_only, shared, most = self._private_part(req_id)
+            if not read_only or (shared < read_only and most <= free):
+                going.add(req_id)
+        if self._leave_shared:
+            for group, taken in self._groups_that_gain([r for r in (*late, *known) if r not in going]):
+                if taken <= free and not going.issuperset(group) and not set(known).issuperset(group):
+                    going.update(group)
+        self._held |= dict.fromkeys(going, step)
 
     def _leave(self, req_id: str, index: int, counts: StepCounts, logical_length: int, decisions: Decisions) -> None:
         """Let a request leave all of its read-only blocks."""
@@ -211,6 +261,7 @@ class ReadOnlyBlocks:
         wanted = max(keep_blocks - (len(blocks) - read_only), 0)
         granted = self._pool.get_new_blocks(wanted) if wanted else []
         decisions.copy_out[req_id] = CopyOut(0, [block.block_id for block in granted])
+        decisions.left[req_id] = blocks[:read_only]
         decisions.released += blocks[:read_only]
         decisions.taken += len(granted)
         blocks[:read_only] = granted

@@ -1,4 +1,8 @@
-"""The scheduler's part: state counts with each step, and hand emptied blocks back when its result arrives."""
+"""The scheduler's part: state counts with each step, and hand emptied blocks back when its result arrives.
+
+With asynchronous scheduling that is after the next step has been scheduled. Counts are exact all the same; what the
+worker alone knows of a request is not, and what depends on it waits for the report.
+"""
 
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -27,12 +31,16 @@ class ReclamationStats:
 
 @dataclass(frozen=True)
 class ScheduledStep:
-    """What vLLM's scheduler decided for one step; sequences run over the scheduled requests."""
+    """What vLLM's scheduler decided for one step; sequences run over the scheduled requests.
+
+    ``hits`` are the tokens that requests which start in it found in the prefix cache.
+    """
 
     req_ids: list[str]
     new_tokens: Iterable[int]
     logical_length: Iterable[int]
     known_length: Iterable[int]
+    hits: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -40,17 +48,28 @@ class StepUnderWay:
     """A step whose result is not in yet, and the blocks that depend on it.
 
     Attributes:
+        plan: what the worker was told.
+        found: the blocks that requests which start in it found in the prefix cache.
+        left: the leading blocks that requests have left with their hashes; others may find them already.
         released: blocks that the worker still reads in this step; the pool's again when its result is in.
         granted: blocks that it may move tokens into.
         taken: blocks that requests have been given to move tokens into.
         lost: requests whose blocks vLLM has taken meanwhile, and which; what the worker did to them is void.
+        known_bad: requests that an earlier step's report has ended; that this one refuses them too is no news.
     """
 
-    number: int
+    plan: StepPlan
+    found: dict[str, list[Any]]
+    left: dict[str, list[Any]]
     released: list[Any]
     granted: list[Any]
     taken: int = 0
     lost: dict[str, list[Any]] = field(default_factory=dict)
+    known_bad: set[str] = field(default_factory=set)
+
+    @property
+    def number(self) -> int:
+        return self.plan.step
 
 
 class EvictionScheduler:
@@ -62,12 +81,17 @@ class EvictionScheduler:
         pool_blocks: blocks that requests can hold.
         pool: where blocks come from and go to.
         lists: who holds which.
+
+    Attributes:
+        spoilt: requests whose results of the step settled last nobody must see; some may have been preempted since, and
+            compute them anew.
     """
 
     def __init__(
         self, config: VTokenConfig, ledger: LengthLedger, pool_blocks: int, pool: Pool, lists: BlockLists
     ) -> None:
         self.stats = ReclamationStats()
+        self.spoilt: set[str] = set()
         self._requests = RequestSettings(config)
         self._ledger = ledger
         self._pool_blocks = pool_blocks
@@ -81,11 +105,31 @@ class EvictionScheduler:
             self._packing = ReclamationManager(config, pool_blocks, ledger.block_size)
         self._step = 0
         self._under_way: deque[StepUnderWay] = deque()
+        self._wait_for: int | None = None  # the step whose blocks somebody waits for, instead of preempting
+        self._waits = False  # somebody does in the step that is being scheduled
 
     @property
     def frees_pending(self) -> bool:
-        """Blocks will come back from a step under way, so nobody needs to be preempted for want of one."""
+        """Blocks will come back from a step under way."""
         return any(step.released or step.granted for step in self._under_way)
+
+    @property
+    def settled(self) -> int:
+        """Number of the last step whose report has been taken in."""
+        return self._under_way[0].number - 1 if self._under_way else self._step
+
+    def waits_for_frees(self) -> bool:
+        """Nobody needs to be preempted now, since blocks will come back.
+
+        What is under way when a block is first missing is waited for, and nothing that comes later: with a step always
+        under way that could take for ever.
+        """
+        if not self.frees_pending:
+            return False
+        if self._wait_for is None:
+            self._wait_for = self._step
+        self._waits = self.settled < self._wait_for
+        return self._waits
 
     def live_tokens(self) -> int:
         """Tokens with a slot, over all requests."""
@@ -111,7 +155,9 @@ class EvictionScheduler:
             )
 
     def clamp(self, req_id: str, computed: int, new_tokens: int) -> int:
-        """Cut a chunk of a prompt so that it ends where the prompt has to be reduced."""
+        """Cut a chunk of a prompt so that it ends where the prompt has to be reduced; 0 to leave a request out once."""
+        if self._under_way and self._read_only is not None and self._read_only.waits(req_id, self.settled):
+            return 0
         return self._ledger.clamp(req_id, computed, new_tokens)
 
     def admit_unreduced(self, req_id: str, prompt_length: int) -> None:
@@ -147,30 +193,44 @@ class EvictionScheduler:
         """State what each request computes and forgets in this step, and cut its block list to what it keeps."""
         logical_length = np.fromiter(scheduled.logical_length, dtype=np.int64)
         policies = self._ledger.other_policies(scheduled.req_ids)
+        step, settled = self._step + 1, self.settled
+        found = {
+            req_id: self._lists.blocks_of(req_id)[: hit // self._ledger.block_size]
+            for req_id, hit in scheduled.hits.items()
+        }
         counts = self._ledger.schedule(
             scheduled.req_ids,
             np.fromiter(scheduled.new_tokens, dtype=np.int64),
             logical_length,
             np.fromiter(scheduled.known_length, dtype=np.int64),
+            step,
+            settled,
         )
         decided = Decisions()
         if self._read_only is not None:
-            decided = self._read_only.decide(scheduled.req_ids, counts, logical_length)
+            decided = self._read_only.decide(scheduled.req_ids, counts, logical_length, step)
         released = decided.released
         for index in np.flatnonzero(counts.keep_blocks < counts.num_blocks).tolist():
             released += self._lists.truncate(scheduled.req_ids[index], int(counts.keep_blocks[index]))
         granted = self._grant() if scheduled.req_ids else []
-        self._step += 1
-        self._under_way.append(StepUnderWay(self._step, released, granted + decided.granted, decided.taken))
-        return StepPlan(
-            self._step,
+        plan = StepPlan(
+            step,
             scheduled.req_ids,
             counts,
             [block.block_id for block in granted],
             decided.read_only,
             decided.copy_out,
             policies,
+            settled,
         )
+        self._step = step
+        self._under_way.append(
+            StepUnderWay(plan, found, decided.left, released, granted + decided.granted, decided.taken)
+        )
+        if not self._waits:
+            self._wait_for = None
+        self._waits = False
+        return plan
 
     def _grant(self) -> list[Any]:
         if self._packing is None:
@@ -194,50 +254,70 @@ class EvictionScheduler:
         if report is None and plan.req_ids:
             raise RuntimeError(f"vtoken: the worker's report for step {step.number} is missing")
         self._under_way.popleft()
+        self.spoilt = set()
         if report is None:
             return {}
         freed = step.released + self._change_lists(step, report.changes)
         self._ledger.follow({req_id: n for req_id, n in report.returned.items() if req_id not in step.lost})
-        if self._packing is not None and step.granted:
+        if self._packing is not None and plan.granted:
             self._packing.settle(report.packed)
-        free_blocks = self._pool.get_num_free_blocks()
-        self._pool.free_blocks(freed[::-1])
-        gained = self._pool.get_num_free_blocks() - free_blocks  # not all of them, where others hold some as well
-        self.stats.blocks_reclaimed += gained - len(step.granted) - step.taken
-        if self._read_only is not None and gained < len(freed):
-            self._read_only.references_changed()
+        self._give_back(freed, len(step.granted) + step.taken)
         self.stats.tokens_evicted += report.evicted
         self.stats.tokens_moved += report.moved
+        if not report.errors:
+            return {}
         errors = {req_id: sentence for req_id, sentence in report.errors.items() if req_id not in step.lost}
-        return errors | self._never_written(step, plan, report.errors, freed) if report.errors else {}
+        misled = self._never_written(step, report.errors, freed)
+        self.spoilt = report.errors.keys() | misled.keys()
+        return errors | {req_id: sentence for req_id, sentence in misled.items() if req_id in self._ledger}
 
-    def _never_written(
-        self, step: StepUnderWay, plan: StepPlan, errors: Mapping[str, str], freed: list[Any]
-    ) -> dict[str, str]:
+    def let_go(self) -> None:
+        """Everybody is about to lose all blocks: those of steps under way go back at once.
+
+        Steps are executed in order, so whoever takes one of these blocks writes into it after that.
+        """
+        for step in self._under_way:
+            self._give_back(step.released + step.granted, len(step.granted))
+            step.released, step.granted = [], []
+
+    def _give_back(self, blocks: list[Any], taken: int) -> None:
+        """These go back to the pool, ``taken`` of which (or others) had been taken out of it for their sake."""
+        free_blocks = self._pool.get_num_free_blocks()
+        self._pool.free_blocks(blocks[::-1])
+        gained = self._pool.get_num_free_blocks() - free_blocks  # not all of them, where others hold some as well
+        self.stats.blocks_reclaimed += gained - taken
+        if self._read_only is not None and gained < len(blocks):
+            self._read_only.references_changed()
+
+    def _never_written(self, step: StepUnderWay, errors: Mapping[str, str], freed: list[Any]) -> dict[str, str]:
         """What a refused request was to compute in this step has been registered, and is not there.
 
-        Nobody may find it, and whoever has found it already, in the same step, has read what is not there. Blocks that
-        have left their requests with this step may be among them: better to lose some that are right.
+        Nobody may find it, and whoever has found it already, in this step or in one under way, has read what is not
+        there. Blocks that have left their requests may be among them: better to lose some that are right.
         """
         misled: dict[str, str] = {}
-        place = {req_id: index for index, req_id in enumerate(plan.req_ids)}
-        refused = [req_id for req_id in errors if req_id in place]
+        steps = [step, *self._under_way]
+        left = {block.block_id for one in self._under_way for block in one.released}
+        left |= {block.block_id for block in freed}
+        refused = [req_id for req_id in errors if req_id in step.plan.req_ids and req_id not in step.known_bad]
         while refused:
             req_id = refused.pop()
-            index = place[req_id]
-            if plan.counts.epoch[index]:
+            first = next(one for one in steps if req_id in one.plan.req_ids)
+            index, counts = first.plan.req_ids.index(req_id), first.plan.counts
+            if counts.epoch[index]:
                 continue  # it registers nothing any more
-            self._pool.evict_blocks({block.block_id for block in freed})
-            held = step.lost.get(req_id) or self._lists.blocks_of(req_id)
-            blocks = held[int(plan.counts.length[index]) // self._ledger.block_size :]
-            self._pool.evict_blocks({block.block_id for block in blocks})
-            taken = {block.block_id for block in blocks}
-            over = [other for other, held in step.lost.items() if taken & {block.block_id for block in held}]
-            for other in self._lists.holders_of(blocks) + over:
-                if other not in errors and other not in misled and other in place:
-                    misled[other] = f"vtoken: request {other} began with tokens that request {req_id} did not compute."
-                    refused.append(other)
-        return {req_id: sentence for req_id, sentence in misled.items() if req_id not in step.lost}
+            full = int(counts.length[index]) // self._ledger.block_size
+            held = first.lost.get(req_id) or self._lists.blocks_of(req_id)
+            absent = {block.block_id for block in held[full:] + first.left.get(req_id, [])[full:]}
+            self._pool.evict_blocks(left | absent)
+            for other, found in ((other, found) for one in steps for other, found in one.found.items()):
+                if other in errors or other in misled or not absent & {block.block_id for block in found}:
+                    continue
+                misled[other] = f"vtoken: request {other} began with tokens that request {req_id} did not compute."
+                refused.append(other)
+        for later in self._under_way:
+            later.known_bad |= errors.keys() | misled.keys()
+        return misled
 
     def _change_lists(self, step: StepUnderWay, changes: Mapping[str, BlockChange]) -> list[Any]:
         """Follow what the worker did to the requests' blocks; what nobody holds any more, grants included."""

@@ -1,5 +1,6 @@
 """One worker's part: which tokens die, where the survivors lie, and where the next token is written."""
 
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from zlib import crc32
@@ -98,6 +99,7 @@ class EvictionWorker:
         self._new_tokens = (self._rows, self._rows, self._rows)
         self._hits: dict[str, int] = {}
         self._interrupted = self._broken = False
+        self._unsettled: deque[tuple[int, dict[str, int]]] = deque()
 
     def wait_for_copies(self) -> None:
         """Nothing may touch the cache in a step, not even to clear a block, before the last one's copies are done."""
@@ -116,7 +118,13 @@ class EvictionWorker:
         # An exception leaves this set. On the answering rank it ends the engine; of one elsewhere vLLM tells nobody.
         self._broken |= self._interrupted
         self._interrupted = True
-        for req_id in sorted(ended):  # rows that become free are given out again in this order, the same on all ranks
+        while self._unsettled and self._unsettled[0][0] <= plan.settled:
+            self._unsettled.popleft()
+        ended = sorted(ended)  # rows that become free are given out again in this order, the same on all ranks
+        for _, growth in self._unsettled:  # a new life begins with what the scheduler knows
+            for req_id in (*ended, *started):
+                growth.pop(req_id, None)
+        for req_id in ended:
             self.table.drop_request(req_id)
             self._faults.pop(req_id, None)
         for req_id, start in started.items():
@@ -206,17 +214,21 @@ class EvictionWorker:
     # -- inside -----------------------------------------------------------------------------------------------
 
     def _check(self, rows: Ints, num_blocks: Ints) -> NDArray[np.bool_]:
-        """Compare (tokens, epoch, blocks) with the plan; which requests differ, shape [R]."""
+        """Compare (tokens, epoch, blocks) with the plan; which requests differ, shape [R].
+
+        What has become of blocks in steps that were not settled when the plan was made is not in it yet.
+        """
         assert self._plan is not None and self._report is not None
         plan, counts, table = self._plan, self._plan.counts, self.table
         live, epoch = np.where(rows >= 0, table.num_live[rows], 0), np.where(rows >= 0, table.epoch[rows], 0)
-        wrong = (rows < 0) | (live != counts.length) | (epoch != counts.epoch) | (num_blocks != counts.num_blocks)
+        planned = counts.num_blocks + self._unsettled_growth(plan.req_ids)
+        wrong = (rows < 0) | (live != counts.length) | (epoch != counts.epoch) | (num_blocks != planned)
         damaged = np.array([req_id in self._faults for req_id in plan.req_ids]) if self._faults else wrong
         for i in np.flatnonzero(wrong).tolist():
             self._report.errors.setdefault(
                 plan.req_ids[i],
                 f"vtoken: request {plan.req_ids[i]} was scheduled with {counts.length[i]} tokens, "
-                f"{counts.num_blocks[i]} blocks and epoch {counts.epoch[i]}, but the worker holds "
+                f"{planned[i]} blocks and epoch {counts.epoch[i]}, but the worker holds "
                 f"{live[i]} tokens, {num_blocks[i]} blocks and epoch {epoch[i]}.",
             )
         return wrong | damaged
@@ -257,6 +269,15 @@ class EvictionWorker:
         """How many physical positions each request takes: what the shape of its scores depends on."""
         names = list(self.table.req_ids)
         return dict(zip(names, self.table.end[self.table.rows(names)].tolist(), strict=True))
+
+    def _unsettled_growth(self, req_ids: Sequence[str]) -> Ints:
+        """By how many blocks each request has grown that the scheduler does not know of, less those it lost; [R]."""
+        total = np.zeros(len(req_ids), dtype=np.int64)
+        place = {req_id: i for i, req_id in enumerate(req_ids)} if any(g for _, g in self._unsettled) else {}
+        for _, growth in self._unsettled:
+            for req_id in growth.keys() & place.keys():
+                total[place[req_id]] += growth[req_id]
+        return total
 
     def _with_hits(self, rows: Ints, tokens: Ints, slots: Ints) -> tuple[Ints, Ints, Ints]:
         """The new tokens of a step, and those that requests which begin with it found in the cache."""
@@ -331,7 +352,9 @@ class EvictionWorker:
             if req_id in plan.read_only:
                 table.keep_read_only(row, plan.read_only[req_id])
                 copy_outs[row] = plan.copy_out.get(req_id, CopyOut(plan.read_only[req_id], []))
-        failed = table.find_rows(report.errors)
+        failed, by_report = table.find_rows(report.errors), counts.by_report[due]
+        # The scheduler may schedule the next forward before it hears of this one's victims, and counts on that much.
+        unheard = -(-(table.end[self._rows[due]] + counts.next_tokens[due]) // table.block_size)
         reclaimed = self._reclamation.reclaim(
             Due(
                 self._rows[due],
@@ -340,6 +363,8 @@ class EvictionWorker:
                 plan.granted,
                 failed[failed >= 0],
                 copy_outs,
+                np.where(by_report, unheard, counts.keep_blocks[due]),
+                self._rows[due[by_report]],
             )
         )
         if self._verifier is not None:
@@ -348,6 +373,9 @@ class EvictionWorker:
         report.moved, report.packed = reclaimed.moved, reclaimed.packed
         name_of = dict(zip(reclaimed.rows.tolist(), table.req_ids_of(reclaimed.rows), strict=True))
         report.changes = {name_of[row]: change for row, change in reclaimed.changes.items()}
+        if report.changes:
+            growth = {name: len(change.adopted) - len(change.freed) for name, change in report.changes.items()}
+            self._unsettled.append((plan.step, growth))
         reported = table.req_ids_of(reclaimed.reported)
         report.returned = dict(zip(reported, reclaimed.returned.tolist(), strict=True))
         return {name: table.block_ids(name) for name in name_of.values()}
