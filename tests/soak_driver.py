@@ -42,6 +42,7 @@ class Soak:
     Args:
         make: makes stub engines.
         seed: says everything else.
+        scheduling: vLLM's own options.
 
     Attributes:
         options: of the engine.
@@ -49,14 +50,15 @@ class Soak:
         seen: how often what is to be tested has happened.
     """
 
-    def __init__(self, make: Callable[..., StubEngine], seed: int) -> None:
+    def __init__(self, make: Callable[..., StubEngine], seed: int, **scheduling: Any) -> None:
         self.rng = np.random.default_rng(seed)
         self.options = settings(self.rng)
         self.seen: Counter[str] = Counter()
         self.crowded = bool(self.rng.random() < 0.7)
         num_blocks = int(self.rng.integers(17, 26)) if self.crowded else int(self.rng.integers(30, 70))
         batched = int(self.rng.choice([48, 100, 300]))
-        self.engine = make(num_blocks, seqs=10, batched=batched, caching=True, **self.options)
+        self.engine = make(num_blocks, seqs=10, batched=batched, caching=True, scheduling=scheduling, **self.options)
+        self.priorities = 3 if scheduling.get("policy") == "priority" else 0
         self.lazy = bool(self.rng.random() < 0.5)
         if self.lazy:
             self.engine.runner.use_copies(LazyCopyEngine)
@@ -96,7 +98,8 @@ class Soak:
         budgets = [floor, int(rng.integers(floor, floor + 90)), float(rng.integers(1, 101)) / 100, None, 10**6]
         budget = budgets[rng.choice(5, p=[0.15, 0.2, 0.1, 0.1, 0.45])]
         outputs = int(rng.integers(1, 40)) if budget != 10**6 else int(rng.integers(40, 90))
-        self.engine.add(req_id, tokens=tokens, outputs=outputs, budget=budget)
+        priority = int(rng.integers(self.priorities)) if self.priorities else 0
+        self.engine.add(req_id, tokens=tokens, outputs=outputs, budget=budget, priority=priority)
         self.seen["requests"] += 1
 
     def _abort_some(self) -> None:

@@ -18,7 +18,7 @@ from content_marks import ContentMarks
 from reference_cache import AppendingReference, CachingReference, S, blocks_for
 from stub_runner import StubRunner
 from vllm import SamplingParams
-from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.config import CacheConfig, KVEventsConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 from vllm.v1.request import Request, RequestStatus
@@ -56,8 +56,11 @@ class StubEngine:
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 65536,
         caching: bool = False,
+        **scheduling: Any,
     ) -> None:
-        vllm_config = vllm_config_for(model_config, num_blocks, max_num_seqs, max_num_batched_tokens, caching)
+        vllm_config = vllm_config_for(
+            model_config, num_blocks, max_num_seqs, max_num_batched_tokens, caching, **scheduling
+        )
         vllm_config.additional_config = AdditionalConfig(config, {})
         spec = EvictableAttentionSpec(block_size=S, num_kv_heads=1, head_size=1, dtype=torch.float32)
         groups = [KVCacheGroupSpec(list(LAYERS), spec)]
@@ -90,11 +93,12 @@ class StubEngine:
         budget: int | float | None = None,
         *,
         tokens: Sequence[int] | None = None,
+        priority: int = 0,
     ) -> None:
         """A request arrives with these tokens, or with a prompt of some length."""
         extra = None if budget is None else {"vtoken.budget": budget}
         prompt_tokens = [(7 * n + len(req_id)) % 61 for n in range(prompt)] if tokens is None else list(tokens)
-        self.scheduler.add_request(new_request(req_id, prompt_tokens, outputs, extra, self.content))
+        self.scheduler.add_request(new_request(req_id, prompt_tokens, outputs, extra, self.content, priority))
 
     def block_ids(self, req_id: str) -> list[int]:
         """What the scheduler thinks that the request holds."""
@@ -247,9 +251,15 @@ class StubEngine:
 
 
 def vllm_config_for(
-    model_config: ModelConfig, num_blocks: int, max_num_seqs: int, max_num_batched_tokens: int, caching: bool
+    model_config: ModelConfig,
+    num_blocks: int,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    caching: bool,
+    policy: str = "fcfs",
+    events: bool = False,
 ) -> VllmConfig:
-    """What vLLM is told, with or without vtoken."""
+    """What vLLM is told, with or without vtoken; ``policy`` is the scheduler's, ``events`` those of the cache."""
     cache_config = CacheConfig(block_size=S, enable_prefix_caching=caching)
     cache_config.num_gpu_blocks = num_blocks
     scheduler_config = SchedulerConfig(
@@ -259,8 +269,14 @@ def vllm_config_for(
         is_encoder_decoder=False,
         enable_chunked_prefill=True,
         async_scheduling=False,
+        policy=policy,
     )
-    return VllmConfig(model_config=model_config, cache_config=cache_config, scheduler_config=scheduler_config)
+    return VllmConfig(
+        model_config=model_config,
+        cache_config=cache_config,
+        scheduler_config=scheduler_config,
+        kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null") if events else None,
+    )
 
 
 def new_request(
@@ -269,6 +285,7 @@ def new_request(
     outputs: int,
     extra_args: dict[str, Any] | None = None,
     content: ContentMarks | None = None,
+    priority: int = 0,
 ) -> Request:
     """As vLLM's front end hands it to the scheduler."""
     params = SamplingParams(max_tokens=outputs, ignore_eos=True, temperature=0.0, extra_args=extra_args)
@@ -279,6 +296,7 @@ def new_request(
         sampling_params=params,
         pooling_params=None,
         block_hasher=hasher,
+        priority=priority,
     )
 
 
