@@ -71,9 +71,9 @@ async def session(llm: Any, reference: Any) -> None:
     assert [part.finish_reason for part in parts] == ["error"] and tokens == []
     parts, tokens = await client.whole("late", late, 10)
     traces = await client.take_traces()
-    for name, prompt, (parts, tokens) in (("one", one, streamed), ("late", late, (parts, tokens))):
-        logits = [{token: e.logprob for token, e in row.items()} for part in parts for row in part.logprobs]
-        oracle.check(reference, prompt, tokens, traces[name], logits)
+    for name, prompt, (got, output) in (("one", one, streamed), ("late", late, (parts, tokens))):
+        logits = [{token: e.logprob for token, e in row.items()} for part in got for row in part.logprobs]
+        oracle.check(reference, prompt, output, traces[name], logits)
     assert len(traces["two"].incarnations[0].new_tokens) < 150
     assert await client.take_traces() == {}  # the worker holds nobody
 

@@ -63,7 +63,7 @@ def test_at_the_longest_length_a_request_ends(stock: Served, tight: Served, refe
     answers = tight.tell(asked, params(10 * OUTPUTS))
     ends.append([told.finish_reason for (told,) in answers])
     assert ends == [["length"] * 3] * 2
-    for length, (told,) in zip(lengths, answers, strict=True):
+    for (told,) in answers:
         assert len(told.prompt) + len(told.token_ids) == LONGEST
         assert evicted(told) == LONGEST - 1 - (BUDGET - 1)
         hold(reference, told)
@@ -73,8 +73,7 @@ def test_at_the_longest_length_a_request_ends(stock: Served, tight: Served, refe
 
 
 def prompt_logits(reference: Any, told: Told, life: Any) -> torch.Tensor:
-    """The logits [tokens of the prompt - 1, vocab] of a dense pass in which victims are hidden, those of the prompt too."""
-    (life,) = told.trace.incarnations if life is None else (life,)
+    """The logits [tokens of the prompt - 1, vocab] of a dense pass in which victims are hidden."""
     tokens = [*told.prompt, *told.token_ids][: oracle.length(life)]
     return oracle.masked_logits(reference, tokens, oracle.visibility(life), torch.arange(len(told.prompt) - 1))
 
@@ -100,8 +99,8 @@ def test_prompt_logprobs_are_of_the_reduced_prompt(tight: Served, reference: Any
         whole = oracle.masked_logits(
             reference, told.prompt, torch.ones(len(told.prompt), len(told.prompt)).tril() > 0, torch.arange(len(rows))
         )
-        differing = [n for n, row in enumerate(rows) if any(abs(whole[n, t] - e.logprob) > 1e-2 for t, e in row.items())]
-        assert differing and differing[0] >= CHUNK, "it could not have failed"
+        far = [max(abs(whole[n, t].item() - e.logprob) for t, e in row.items()) for n, row in enumerate(rows)]
+        assert max(far[:CHUNK]) < 1e-3 and max(far[CHUNK:]) > 0.1, "it could not have failed"
 
 
 def test_prompt_logprobs_below_the_budget_are_vllm_s(stock: Served, tight: Served) -> None:

@@ -163,7 +163,10 @@ OTHERS: dict[str, dict[str, Any]] = {
     "logprob_token_ids": {"logprobs": None, "logprob_token_ids": [3, 9]},
     "json": {"structured_outputs": StructuredOutputsParams(json={"type": "object"}), "ignore_eos": False},
     "regex": {"structured_outputs": StructuredOutputsParams(regex="[a-f]{9}(x|y)"), "ignore_eos": False},
-    "grammar": {"structured_outputs": StructuredOutputsParams(grammar='root ::= "ab" | "cd" root'), "ignore_eos": False},
+    "grammar": {
+        "structured_outputs": StructuredOutputsParams(grammar='root ::= "ab" | "cd" root'),
+        "ignore_eos": False,
+    },
     "repetition_detection": {
         "allowed_token_ids": [9],
         "repetition_detection": RepetitionDetectionParams(max_pattern_size=2, min_pattern_size=1, min_count=5),
@@ -306,5 +309,6 @@ def test_cache_salt_keeps_prefixes_apart(tight: Served, reference: Any) -> None:
 
 def test_a_priority_means_nothing_first_come_first_served(stock: Served, tight: Served) -> None:
     asked = prompts((40, 41, 42), EOS)
-    both = [served.generate(asked, params(logprobs=None, max_tokens=5), priority=[3, 1, 2]) for served in (stock, tight)]
+    few = params(logprobs=None, max_tokens=5)
+    both = [served.generate(asked, few, priority=[3, 1, 2]) for served in (stock, tight)]
     assert [plain(output) for output in both[0]] == [plain(output) for output in both[1]]

@@ -1,4 +1,4 @@
-"""Priority scheduling: whoever matters least is preempted, wherever it runs, and even in a step that had taken it in."""
+"""Priority scheduling: who matters least is preempted, wherever it runs, and even in a step that had taken it in."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +21,7 @@ def in_chunks(engine: StubEngine | StockEngine, tokens: int) -> None:
 
 
 def preempted_in_its_own_step(make: MakeEngine, spoil: Callable[[StubEngine], None] = lambda engine: None) -> Any:
-    """A's third part has been scheduled when B, which matters more, finds no block: A gives up its place, and blocks."""
+    """A's fourth part is scheduled when B, which matters more, finds no block: A gives up its place, and blocks."""
     engine = make(16, caching=True, seqs=8, batched=200, scheduling=PRIORITY)
     spoil(engine)
     in_chunks(engine, 40)
