@@ -19,12 +19,14 @@ from engines import prompts
 from llms import TIGHT, UNREACHED, Served, Told, hold, plain, serving, told
 from tiny_models import tiny_model
 from vllm import SamplingParams
+from vllm.exceptions import VLLMClientError
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RepetitionDetectionParams, StructuredOutputsParams
 
 CHOICES = ["abba", "acdc"]
 OUTPUTS = 20
 VOCAB = 512
+BAD_REQUEST = (ValueError, VLLMClientError)
 Rule = Callable[[torch.Tensor, Told, int, SamplingParams], torch.Tensor]
 """(raw logits [vocab], what came of the request, outputs so far, its parameters) -> the logits that decide"""
 
@@ -275,7 +277,7 @@ def test_logits_of_another_trace_are_found_out(tight: Served, reference: Any) ->
 def test_what_cannot_be_had_is_refused_for_that_request_alone(tight: Served, asked: dict[str, Any]) -> None:
     """With an error that vLLM's server answers with 400; the engine serves on."""
     (prompt,) = prompts((70,), EOS)
-    with pytest.raises(ValueError):
+    with pytest.raises(BAD_REQUEST):
         tight.generate([prompt], params(**asked))
     assert len(tight.generate([prompt], params())[0].outputs[0].token_ids) == OUTPUTS
 
@@ -290,7 +292,7 @@ def test_what_cannot_be_had_is_refused_for_that_request_alone(tight: Served, ask
     ids=["prompt embeddings", "LoRA", "too long a prompt"],
 )
 def test_what_the_engine_was_not_started_for_is_refused(tight: Served, prompt: Any, options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError):
+    with pytest.raises(BAD_REQUEST):
         tight.generate([prompt], params(), **options)
     assert not tight.llm.llm_engine.has_unfinished_requests()
 
