@@ -18,8 +18,9 @@ for name, value in {
 }.items():
     os.environ.setdefault(name, value)
 
-from collections.abc import Callable, Iterator  # noqa: E402
+from collections.abc import Callable, Iterator, Mapping  # noqa: E402
 from pathlib import Path  # noqa: E402
+from types import MappingProxyType  # noqa: E402
 from typing import Any  # noqa: E402
 
 import pytest  # noqa: E402
@@ -95,11 +96,13 @@ def make(stub_model_config: Any) -> Iterator[Callable[..., Any]]:
         batched: int = 65536,
         caching: bool = False,
         lag: str = "sync",
+        scheduling: Mapping[str, Any] = MappingProxyType({}),
         **options: object,
     ) -> Any:
         settings = {"policy": "streaming_llm", "sinks": 2, "recent": 6, "interval": 1, **options}
         settings.setdefault("record_trace", settings["policy"] != "streaming_llm")
-        return kinds[lag](stub_model_config, VTokenConfig(**settings), num_blocks, seqs, batched, caching)
+        config = VTokenConfig(**settings)
+        return kinds[lag](stub_model_config, config, num_blocks, seqs, batched, caching, **scheduling)
 
     yield make_engine
 

@@ -45,6 +45,7 @@ class Soak:
         make: makes stub engines.
         seed: says everything else.
         lag: how late results come: "sync", or a step, and executed "early" or "late".
+        scheduling: vLLM's own options.
 
     Attributes:
         options: of the engine.
@@ -52,14 +53,17 @@ class Soak:
         seen: how often what is to be tested has happened.
     """
 
-    def __init__(self, make: Callable[..., StubEngine], seed: int, lag: str = "sync") -> None:
+    def __init__(self, make: Callable[..., StubEngine], seed: int, lag: str = "sync", **scheduling: Any) -> None:
         self.rng, self._stops = np.random.default_rng(seed), np.random.default_rng(seed + 10**6)
         self.options = settings(self.rng)
         self.seen: Counter[str] = Counter()
         self.crowded = bool(self.rng.random() < 0.7)
         num_blocks = int(self.rng.integers(17, 26)) if self.crowded else int(self.rng.integers(30, 70))
         batched = int(self.rng.choice([48, 100, 300]))
-        self.engine = make(num_blocks, seqs=10, batched=batched, caching=True, lag=lag, **self.options)
+        self.engine = make(
+            num_blocks, seqs=10, batched=batched, caching=True, lag=lag, scheduling=scheduling, **self.options
+        )
+        self.priorities = 3 if scheduling.get("policy") == "priority" else 0
         self.lazy = bool(self.rng.random() < 0.5)
         if self.lazy:
             self.engine.runner.use_copies(LazyCopyEngine)
@@ -102,6 +106,7 @@ class Soak:
         outputs = int(rng.integers(1, 40)) if budget != 10**6 else int(rng.integers(40, 90))
         own: dict[str, Any] = {"budget": budget} | self._own_settings(len(tokens))
         own["stop_after"] = int(self._stops.integers(1, outputs + 1)) if self._stops.random() < 0.3 else None
+        own["priority"] = int(rng.integers(self.priorities)) if self.priorities else 0
         self.engine.add(req_id, tokens=tokens, outputs=outputs, **own)
         self.seen["requests"] += 1
 

@@ -30,9 +30,10 @@ class StockEngine:
         max_num_batched_tokens: int = 65536,
         caching: bool = False,
         asynchronous: bool = False,
+        **scheduling: Any,
     ) -> None:
         vllm_config = vllm_config_for(
-            model_config, num_blocks, max_num_seqs, max_num_batched_tokens, caching, asynchronous
+            model_config, num_blocks, max_num_seqs, max_num_batched_tokens, caching, asynchronous, **scheduling
         )
         spec = FullAttentionSpec(block_size=S, num_kv_heads=1, head_size=1, dtype=torch.float32)
         groups = [KVCacheGroupSpec(list(LAYERS), spec)]
@@ -48,8 +49,16 @@ class StockEngine:
         self.most_under_way = 2 if asynchronous else 1
         self.queue: deque[tuple[Any, ModelRunnerOutput]] = deque()
 
-    def add(self, req_id: str, *, tokens: Sequence[int], outputs: int, budget: int | float | None = None) -> None:
-        self.scheduler.add_request(new_request(req_id, list(tokens), outputs, content=self.content))
+    def add(
+        self,
+        req_id: str,
+        *,
+        tokens: Sequence[int],
+        outputs: int,
+        budget: int | float | None = None,
+        priority: int = 0,
+    ) -> None:
+        self.scheduler.add_request(new_request(req_id, list(tokens), outputs, content=self.content, priority=priority))
 
     def abort(self, *req_ids: str) -> None:
         self.scheduler.finish_requests(list(req_ids), RequestStatus.FINISHED_ABORTED)

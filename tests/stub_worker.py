@@ -18,7 +18,7 @@ from content_marks import ContentMarks
 from reference_cache import AppendingReference, CachingReference, S, blocks_for
 from stub_runner import StubRunner
 from vllm import SamplingParams
-from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.config import CacheConfig, KVEventsConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 from vllm.v1.request import Request, RequestStatus
@@ -59,9 +59,16 @@ class StubEngine:
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 65536,
         caching: bool = False,
+        **scheduling: Any,
     ) -> None:
         vllm_config = vllm_config_for(
-            model_config, num_blocks, max_num_seqs, max_num_batched_tokens, caching, self.asynchronous
+            model_config,
+            num_blocks,
+            max_num_seqs,
+            max_num_batched_tokens,
+            caching,
+            self.asynchronous,
+            **scheduling,
         )
         vllm_config.additional_config = AdditionalConfig(config, {})
         spec = EvictableAttentionSpec(block_size=S, num_kv_heads=1, head_size=1, dtype=torch.float32)
@@ -97,6 +104,7 @@ class StubEngine:
         *,
         tokens: Sequence[int] | None = None,
         stop_after: int | None = None,
+        priority: int = 0,
         **own: Any,
     ) -> None:
         """A request arrives with these tokens, or with a prompt of some length, and with settings of its own.
@@ -106,7 +114,7 @@ class StubEngine:
         own |= {} if budget is None else {"budget": budget}
         extra = {f"vtoken.{name}": value for name, value in own.items()} or None
         prompt_tokens = [(7 * n + len(req_id)) % 61 for n in range(prompt)] if tokens is None else list(tokens)
-        request = new_request(req_id, prompt_tokens, outputs, extra, self.content)
+        request = new_request(req_id, prompt_tokens, outputs, extra, self.content, priority)
         if stop_after is not None:
             request.sampling_params.stop_token_ids = [sampled_token(req_id, len(prompt_tokens) + stop_after - 1)]
         self.scheduler.add_request(request)
@@ -283,8 +291,10 @@ def vllm_config_for(
     max_num_batched_tokens: int,
     caching: bool,
     asynchronous: bool = False,
+    policy: str = "fcfs",
+    events: bool = False,
 ) -> VllmConfig:
-    """What vLLM is told, with or without vtoken."""
+    """What vLLM is told, with or without vtoken; ``policy`` is the scheduler's, ``events`` those of the cache."""
     cache_config = CacheConfig(block_size=S, enable_prefix_caching=caching)
     cache_config.num_gpu_blocks = num_blocks
     scheduler_config = SchedulerConfig(
@@ -294,8 +304,14 @@ def vllm_config_for(
         is_encoder_decoder=False,
         enable_chunked_prefill=True,
         async_scheduling=False,
+        policy=policy,
     )
-    config = VllmConfig(model_config=model_config, cache_config=cache_config, scheduler_config=scheduler_config)
+    config = VllmConfig(
+        model_config=model_config,
+        cache_config=cache_config,
+        scheduler_config=scheduler_config,
+        kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null") if events else None,
+    )
     config.scheduler_config.async_scheduling = asynchronous  # on a CPU vLLM itself would not have it
     return config
 
@@ -306,6 +322,7 @@ def new_request(
     outputs: int,
     extra_args: dict[str, Any] | None = None,
     content: ContentMarks | None = None,
+    priority: int = 0,
 ) -> Request:
     """As vLLM's front end hands it to the scheduler."""
     params = SamplingParams(max_tokens=outputs, ignore_eos=True, temperature=0.0, extra_args=extra_args)
@@ -316,6 +333,7 @@ def new_request(
         sampling_params=params,
         pooling_params=None,
         block_hasher=hasher,
+        priority=priority,
     )
 
 

@@ -109,8 +109,9 @@ def no_other_engine() -> None:
     "engine_args, sentence",
     [
         (
-            {"scheduling_policy": "priority"},
-            "vtoken: priority scheduling is not supported yet; set scheduling_policy='fcfs'.",
+            {"scheduler_reserve_full_isl": False},
+            "vtoken: scheduler_reserve_full_isl=False is not supported yet; leave it at True, since admission counts "
+            "on it.",
         ),
         (
             {"num_gpu_blocks_override": 32},
@@ -131,10 +132,6 @@ def no_other_engine() -> None:
             {"vtoken": {"grace": 2000}},
             "vtoken: the options protect 2005 tokens of each request, so with max_model_len=1024 nothing would ever be "
             "evicted; lower recent, grace or sinks.",
-        ),
-        (
-            {"scheduling_policy": "priority"},
-            "vtoken: priority scheduling is not supported yet; set scheduling_policy='fcfs'.",
         ),
         (
             {"worker_cls": "mine.Worker"},

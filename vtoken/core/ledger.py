@@ -18,23 +18,8 @@ from vtoken.core.cadence import OWN, Cadence
 from vtoken.core.ragged import Ints
 from vtoken.core.row_index import RowIndex
 
-_COLUMNS = (
-    "length",
-    "returned",
-    "blocks",
-    "read_only",
-    "epoch",
-    "prefilling",
-    "prefill_end",
-    "budget",
-    "prompt_length",
-    "peak_blocks",
-    "policy",
-    "evicted",
-    "most_held",
-    "by_report",
-    "awaits",
-)
+_OF_A_LIFE = ("length", "returned", "blocks", "read_only", "epoch", "peak_blocks", "evicted", "by_report", "awaits")
+_COLUMNS = (*_OF_A_LIFE, "prefilling", "prefill_end", "budget", "prompt_length", "policy", "most_held")
 
 
 @dataclass(frozen=True)

@@ -41,8 +41,6 @@ REFUSALS = (
     # vLLM turns this one into a connector only after it has asked us.
     Refusal("KV offloading", "remove kv_offloading_size", lambda c: c.cache_config.kv_offloading_size is not None),
     Refusal("an encoder connector", "remove ec_transfer_config", lambda c: c.ec_transfer_config is not None),
-    Refusal("KV cache events", "remove kv_events_config", lambda c: c.kv_events_config is not None),
-    Refusal("LoRA", "remove enable_lora", lambda c: c.lora_config is not None),
     Refusal(
         "pipeline parallelism", "set pipeline_parallel_size=1", lambda c: c.parallel_config.pipeline_parallel_size > 1
     ),
@@ -60,7 +58,6 @@ REFUSALS = (
         lambda c: c.parallel_config.data_parallel_size > 1 and c.model_config.is_moe,
     ),
     Refusal("dual-batch overlap", "set enable_dbo=False and ubatch_size=0", lambda c: c.parallel_config.use_ubatching),
-    Refusal("priority scheduling", "set scheduling_policy='fcfs'", lambda c: c.scheduler_config.policy != "fcfs"),
     Refusal(
         "scheduler_reserve_full_isl=False",
         "leave it at True, since admission counts on it",

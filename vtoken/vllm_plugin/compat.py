@@ -126,6 +126,11 @@ class EvictingScheduler(_Scheduler):
             blocks, hit = self.kv_cache_manager.truncate_computed_blocks(blocks, longest), longest
         return blocks, hit, *rest
 
+    def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        (manager,) = self.kv_cache_manager.coordinator.single_type_managers
+        manager.forget_uncomputed(request.request_id, request.num_computed_tokens)
+        super()._preempt_request(request, *args, **kwargs)
+
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         self._scheduling = True
         try:

@@ -98,6 +98,16 @@ class EvictableAttentionManager(FullAttentionManager):
         self.lose(request_id)
         return super().pop_blocks_for_free(request_id)
 
+    def forget_uncomputed(self, request_id: str, computed: int) -> None:
+        """Nobody may find what is registered of the request beyond the tokens that a forward has computed, or will.
+
+        vLLM registers a step's blocks when it schedules the request, and under priority scheduling the request may lose
+        its place in that very step.
+        """
+        if request_id in self.ledger and self.ledger.is_whole(request_id):
+            blocks = self.blocks_of(request_id)[computed // self.block_size :]
+            self.block_pool.evict_blocks({block.block_id for block in blocks})
+
     def blocks_of(self, request_id: str) -> list[KVCacheBlock]:
         """The request's own list, in the order of its positions."""
         return self.req_to_blocks.get(request_id, [])
