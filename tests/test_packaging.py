@@ -24,7 +24,7 @@ BUILT_OR_HIDDEN = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "bui
 
 
 def run(*command: str | Path, cwd: Path, **settings: str) -> str:
-    """Run a command as a user would, away from the source tree: nothing of this run's settings for Python reaches it."""
+    """Run a command as a user would, away from the source tree and from what this run has set for Python."""
     env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VLLM_PLUGINS")}
     done = subprocess.run(
         list(map(str, command)), cwd=cwd, env=env | settings, capture_output=True, text=True, timeout=600, check=False
