@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from quick_starts import quick_starts
 
 from vtoken.config import VTokenConfig
 from vtoken.core.trace import Trace
@@ -51,11 +52,12 @@ def prompts(lengths: Sequence[int], vocab: int, seed: int = 0) -> list[list[int]
 @contextmanager
 def running(model: Path, vtoken: VTokenConfig | None, **engine_args: Any) -> Iterator[Any]:
     """An engine that is shut down afterwards."""
-    engine = make_engine(str(model), vtoken, **{**ENGINE_ARGS, **engine_args})
-    try:
-        yield engine
-    finally:
-        engine.shutdown()
+    with quick_starts():
+        engine = make_engine(str(model), vtoken, **{**ENGINE_ARGS, **engine_args})
+        try:
+            yield engine
+        finally:
+            engine.shutdown()
 
 
 def generate(engine: Any, jobs: Sequence[Job], logprobs: int | None = None) -> dict[str, Answer]:

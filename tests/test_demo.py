@@ -41,7 +41,7 @@ def described(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     )
     monkeypatch.setattr(plan, "load_model_description", lambda model: (description, ByteTokenizer()))
     monkeypatch.setattr(plan, "model_dtype", lambda: "float32")
-    monkeypatch.setattr(plan.shutil, "which", lambda name: "/usr/bin/g++")
+    monkeypatch.setattr(plan, "missing_compiler", lambda: None)
     return description
 
 
@@ -71,7 +71,7 @@ def test_default_plan_holds_four_full_requests() -> None:
 @pytest.mark.usefixtures("described")
 def test_plan_without_a_compiler_runs_eagerly_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     assert planned(eager=True).engine_args["enforce_eager"] is True
-    monkeypatch.setattr(plan.shutil, "which", lambda name: None)
+    monkeypatch.setattr(plan, "missing_compiler", lambda: "g++")
     made = planned()
     assert made.engine_args["enforce_eager"] is True
     assert "g++" in made.notes[0]

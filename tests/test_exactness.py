@@ -41,7 +41,7 @@ def test_the_oracle_agrees_on_a_tiny_model(tiny_gqa: Path, config: VTokenConfig,
 @pytest.mark.slow
 def test_the_oracle_agrees_on_the_real_model(smollm2: Path) -> None:
     config = VTokenConfig(policy="streaming_llm", budget=128, record_trace=True)
-    jobs = [Job(f"r{n}", p, 48) for n, p in enumerate(prompts((500, 333), 40000))]
+    jobs = [Job(f"r{n}", p, 24) for n, p in enumerate(prompts((300, 213), 40000))]
     with running(smollm2, config) as engine:
         answers = generate(engine, jobs, logprobs=20)
         traces = engine.take_traces()
@@ -49,8 +49,8 @@ def test_the_oracle_agrees_on_the_real_model(smollm2: Path) -> None:
     for job in jobs:
         answer = answers[job.name]
         report = oracle.check(model, job.prompt, answer.token_ids, traces[job.name], answer.logits)
-        assert report.evictions == len(job.prompt) - 127 + 47
-        oracle.check_sensitivity(model, job.prompt, answer.token_ids, traces[job.name], answer.logits, candidates=3)
+        assert report.evictions == len(job.prompt) - 127 + 23
+    oracle.check_sensitivity(model, job.prompt, answer.token_ids, traces[job.name], answer.logits, candidates=3)
 
 
 def test_every_forward_is_dense_at_true_positions(tiny_gqa: Path) -> None:

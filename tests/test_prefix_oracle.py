@@ -227,14 +227,14 @@ class TestControls:
 
 @pytest.mark.slow
 def test_the_real_model(smollm2: Path) -> None:
-    first, other = prompts((400, 400), 40000, seed=5)
-    second = first[:256] + other[256:]
+    first, other = prompts((240, 240), 40000, seed=5)
+    second = first[:160] + other[160:]
 
     def scenario(runs: Runs) -> None:
-        runs.together(Job("first", first, 40), Job("second", second, 40))
-        runs.together(Job("first again", first, 40), Job("second again", second, 40))
+        runs.together(Job("first", first, OUTPUTS), Job("second", second, OUTPUTS))
+        runs.together(Job("first again", first, OUTPUTS), Job("second again", second, OUTPUTS))
 
-    runs = run(smollm2, scenario, 20, policy="h2o", budget=128, engine_args={"max_num_batched_tokens": 512}, **MASKED)
+    runs = run(smollm2, scenario, 20, policy="h2o", budget=96, engine_args={"max_num_batched_tokens": 320}, **MASKED)
     reference = oracle.load_reference(smollm2)
-    assert check(reference, runs.jobs, runs.answers, runs.traces, SCORES["h2o"]) == 4 * (400 - 127 + 39)
-    assert [runs.hit(job.name) for job in runs.jobs] == [0, 256, 352, 352]
+    assert check(reference, runs.jobs, runs.answers, runs.traces, SCORES["h2o"]) == 4 * (240 - 95 + OUTPUTS - 1)
+    assert [runs.hit(job.name) for job in runs.jobs] == [0, 160, 192, 192]

@@ -1,12 +1,13 @@
 """`verify=True`: what a faulty relocation does to a request ends that request, and no other."""
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
-from engines import Job, generate, prompts, running
+from engines import Answer, Job, generate, prompts, running
 from oracle_runs import Tiny
 
 from vtoken.config import VTokenConfig
@@ -91,14 +92,26 @@ def stop_halfway(engine: Engine, sources: Ints, destinations: Ints) -> tuple[Int
     return sources[:0], destinations[:0]
 
 
+@pytest.fixture(scope="module")
+def intact(tiny: Tiny) -> Callable[[str], dict[str, Answer]]:
+    """What each mode answers if nobody does any harm."""
+
+    @functools.cache
+    def answers(mode: str) -> dict[str, Answer]:
+        with engine_with(tiny, mode) as engine:
+            expected = generate(engine.engine, JOBS)
+            assert not engine.errors and engine.engine.snapshot().tokens_moved > 20
+        return expected
+
+    return answers
+
+
 @pytest.mark.parametrize("mode", OPTIONS)
 @pytest.mark.parametrize(
     "harm, layer", [(swap_a_pair, 0), (lose_one, 0), (stop_halfway, 1)], ids=["swapped pair", "lost token", "half done"]
 )
-def test_a_faulty_copy_ends_its_request(tiny: Tiny, harm: Any, layer: int, mode: str) -> None:
-    with engine_with(tiny, mode) as intact:
-        expected = generate(intact.engine, JOBS)
-        assert not intact.errors and intact.engine.snapshot().tokens_moved > 20
+def test_a_faulty_copy_ends_its_request(tiny: Tiny, intact: Any, harm: Any, layer: int, mode: str) -> None:
+    expected = intact(mode)
     with engine_with(tiny, mode) as engine:
         engine.worker._copies = Harmful(engine, harm)
         answers = generate(engine.engine, JOBS)

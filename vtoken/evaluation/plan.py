@@ -1,7 +1,5 @@
 """What the demo is going to run, settled and checked before anything is started."""
 
-import os
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from vtoken.evaluation.workloads import (
     needle_length,
     needle_requests,
 )
+from vtoken.vllm_plugin.compiler import missing_compiler
 
 BLOCK_SIZE = 32
 MAX_NUM_SEQS = 64
@@ -82,8 +81,8 @@ def make_plan(model: Path, config: VTokenConfig, options: DemoOptions) -> Plan:
         )
     notes = []
     eager = options.eager
-    if not eager and shutil.which(os.environ.get("CXX", "g++")) is None:
-        notes.append("No C++ compiler (g++) was found: running eagerly, without vLLM's compilation.")
+    if not eager and (missing := missing_compiler()) is not None:
+        notes.append(f"No C++ compiler ('{missing}') was found: running eagerly, without vLLM's compilation.")
         eager = True
     engine_args = engine_arguments(text_config, num_blocks, min(blocks_per_request * BLOCK_SIZE, context), eager=eager)
     return Plan(model, engine_args, config, workloads, needles, num_blocks, notes)

@@ -93,10 +93,12 @@ def parse_config(options: Mapping[str, Any] | VTokenConfig) -> VTokenConfig:
 def configure(vllm_config: Any, options: Mapping[str, Any] | VTokenConfig) -> None:
     """Put vtoken's classes into a vLLM configuration, or refuse it with ValueError in one sentence."""
     from vtoken.vllm_plugin.allow_list import check_supported
+    from vtoken.vllm_plugin.compiler import check_compiler
 
     config = parse_config(options)
     check_vllm_version()
     check_supported(vllm_config, config)
+    check_compiler(vllm_config)
     additional = vllm_config.additional_config
     others = {k: v for k, v in additional.items() if k != OPTION} if isinstance(additional, dict) else {}
     if not isinstance(additional, AdditionalConfig):
