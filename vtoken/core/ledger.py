@@ -6,7 +6,7 @@ tokens are appended, and behind read-only blocks that a request keeps, that depe
 reports it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -156,13 +156,10 @@ class LengthLedger:
         row = self._row_of[req_id]
         return Outcome(int(self.evicted[row]), int(self.most_held[row]))
 
-    def other_policies(self, req_ids: Sequence[str]) -> dict[str, int]:
-        """Of those that begin, or begin again, with the step to be scheduled: who has not the engine's policy."""
-        if not self.policy.any():
-            return {}
-        rows = self._row_of.rows(req_ids)
-        begins = (self.length[rows] == 0) & (self.epoch[rows] == 0) & (self.policy[rows] > 0)
-        return {req_ids[n]: int(self.policy[rows[n]]) for n in np.flatnonzero(begins).tolist()}
+    def other_policies(self, req_ids: Collection[str]) -> dict[str, int]:
+        """Who of these has not the engine's policy, and which of those on offer instead."""
+        policies = self.policy[self._row_of.rows(req_ids)].tolist()
+        return {req_id: policy for req_id, policy in zip(req_ids, policies, strict=True) if policy}
 
     def live_tokens(self) -> int:
         """Tokens with a slot, over all requests; finished and waiting ones have none."""

@@ -3,11 +3,13 @@
 Written against vLLM 0.32. A new vLLM version is a change of this file.
 """
 
+from collections import ChainMap
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import asdict
 from functools import partial
 from itertools import pairwise
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -62,6 +64,16 @@ def settings_of(vllm_config: Any) -> VTokenConfig:
 def plan_of(output: SchedulerOutput) -> StepPlan:
     """The plan that rides on a scheduler's output; both are pickled together where processes differ."""
     return output.vtoken_plan
+
+
+def beginning_in(output: SchedulerOutput) -> dict[str, int]:
+    """The requests that begin with this step, or begin again, and how many tokens each found in the prefix cache."""
+    cached = output.scheduled_cached_reqs
+    found = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+    if cached.resumed_req_ids:
+        computed = zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+        found |= {req_id: hit for req_id, hit in computed if req_id in cached.resumed_req_ids}
+    return found
 
 
 def register_spec() -> None:
@@ -137,19 +149,15 @@ class EvictingScheduler(_Scheduler):
             output = super().schedule(throttle_prefills)
         finally:
             self._scheduling = False
-        requests = [self.requests[req_id] for req_id in output.num_scheduled_tokens]
-        cached = output.scheduled_cached_reqs
-        hits = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs if new.num_computed_tokens}
-        if cached.resumed_req_ids:
-            computed = zip(cached.req_ids, cached.num_computed_tokens, strict=True)
-            hits |= {req_id: hit for req_id, hit in computed if hit and req_id in cached.resumed_req_ids}
+        req_ids = list(output.num_scheduled_tokens)
+        requests = list(map(self.requests.__getitem__, req_ids))
         output.vtoken_plan = self.vtoken.plan(
             ScheduledStep(
-                list(output.num_scheduled_tokens),
+                req_ids,
                 output.num_scheduled_tokens.values(),
-                (request.num_computed_tokens for request in requests),
-                (request.num_tokens for request in requests),
-                hits,
+                map(attrgetter("num_computed_tokens"), requests),
+                map(attrgetter("num_tokens"), requests),
+                beginning_in(output),
             )
         )
         return output
@@ -248,19 +256,14 @@ class EvictingRunner(_Runner):
         # Before anything else touches the cache, or a block list: clearing blocks and preparing inputs happen inside.
         self.vtoken.wait_for_copies()
         self._vtoken_follow_blocks()
-        cached = scheduler_output.scheduled_cached_reqs
         plan = plan_of(scheduler_output)
+        known = ChainMap({new.req_id: new for new in scheduler_output.scheduled_new_reqs}, self.requests)
         self.vtoken.begin_step(
             plan,
             ended=[*scheduler_output.finished_req_ids, *(scheduler_output.preempted_req_ids or ())],
             started={
-                new.req_id: Start(new.prompt_token_ids, new.num_computed_tokens, plan.policies.get(new.req_id, 0))
-                for new in scheduler_output.scheduled_new_reqs
-            }
-            | {
-                req_id: Start(self.requests[req_id].prompt_token_ids, hit, plan.policies.get(req_id, 0))
-                for req_id, hit in zip(cached.req_ids, cached.num_computed_tokens, strict=True)
-                if req_id in cached.resumed_req_ids
+                req_id: Start(known[req_id].prompt_token_ids, hit, plan.policies.get(req_id, 0))
+                for req_id, hit in beginning_in(scheduler_output).items()
             },
         )
         output = super().execute_model(scheduler_output, intermediate_tensors)
@@ -276,7 +279,7 @@ class EvictingRunner(_Runner):
         prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
         index_of, table = self.input_batch.req_id_to_index, self.input_batch.block_table[0]
         place = self.vtoken.place_tokens(
-            np.array([index_of[req_id] for req_id in plan_of(scheduler_output).req_ids], dtype=np.int64),
+            np.fromiter(map(index_of.__getitem__, plan_of(scheduler_output).req_ids), dtype=np.int64),
             table.block_table.np,
             table.num_blocks_per_row,
             self.query_start_loc.np,

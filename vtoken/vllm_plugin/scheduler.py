@@ -33,7 +33,7 @@ class ReclamationStats:
 class ScheduledStep:
     """What vLLM's scheduler decided for one step; sequences run over the scheduled requests.
 
-    ``hits`` are the tokens that requests which start in it found in the prefix cache.
+    ``hits`` has the requests that start in it, and how many tokens each found in the prefix cache.
     """
 
     req_ids: list[str]
@@ -192,7 +192,7 @@ class EvictionScheduler:
     def plan(self, scheduled: ScheduledStep) -> StepPlan:
         """State what each request computes and forgets in this step, and cut its block list to what it keeps."""
         logical_length = np.fromiter(scheduled.logical_length, dtype=np.int64)
-        policies = self._ledger.other_policies(scheduled.req_ids)
+        policies = self._ledger.other_policies(scheduled.hits)
         step, settled = self._step + 1, self.settled
         found = {
             req_id: self._lists.blocks_of(req_id)[: hit // self._ledger.block_size]
@@ -258,7 +258,9 @@ class EvictionScheduler:
         if report is None:
             return {}
         freed = step.released + self._change_lists(step, report.changes)
-        self._ledger.follow({req_id: n for req_id, n in report.returned.items() if req_id not in step.lost})
+        for req_id in report.returned.keys() & step.lost.keys():
+            del report.returned[req_id]
+        self._ledger.follow(report.returned)
         if self._packing is not None and plan.granted:
             self._packing.settle(report.packed)
         self._give_back(freed, len(step.granted) + step.taken)
