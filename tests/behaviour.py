@@ -24,7 +24,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vtoken.config import VTokenConfig
-from vtoken.vllm_plugin.compat import VTokenScheduler
+from vtoken.vllm_plugin.compat import VTokenAsyncScheduler, VTokenScheduler
 
 SMALL = 40
 """A budget that the longer requests reach: three blocks, once a prompt is in."""
@@ -54,6 +54,8 @@ KINDS = [
     Kind("vLLM async", AsyncScheduler),
     Kind("vtoken", VTokenScheduler, NEVER),
     Kind("evicting", VTokenScheduler, SMALL),
+    Kind("vtoken async", VTokenAsyncScheduler, NEVER),
+    Kind("evicting async", VTokenAsyncScheduler, SMALL),
 ]
 ASYNC = [kind for kind in KINDS if issubclass(kind.scheduler, AsyncScheduler)]
 STOCK = KINDS[0]
