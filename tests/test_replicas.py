@@ -9,7 +9,7 @@ from programs import run_program
 from vtoken.config import VTokenConfig
 from vtoken.core.trace import Trace
 
-OPTIONS: dict[str, Any] = {"policy": "h2o", "budget": 64, "record_trace": True}
+OPTIONS: dict[str, Any] = {"policy": "streaming_llm", "budget": 64, "record_trace": True}
 
 
 def test_replicas_answer_as_one_engine_does(tiny_gqa: Path) -> None:
