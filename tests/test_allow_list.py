@@ -49,6 +49,7 @@ FORBIDDEN: dict[str, tuple[str, Any]] = {
     "another scheduler class": ("scheduler_config.scheduler_cls", "mine.Scheduler"),
     "a device other than the CPU": ("device_config.device_type", "cuda"),
     "this model architecture": ("model_config.architectures", ["GPT2LMHeadModel"]),
+    "this model_impl": ("model_config.model_impl", "transformers"),
     "weight quantization": ("model_config.quantization", "awq"),
     "this distributed_executor_backend": ("parallel_config.distributed_executor_backend", "ray"),
 }

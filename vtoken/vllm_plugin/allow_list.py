@@ -107,6 +107,11 @@ UNVERIFIED = (
         f"serve one of {', '.join(VERIFIED_ARCHITECTURES)}",
         lambda c: not set(c.model_config.architectures) & set(VERIFIED_ARCHITECTURES),
     ),
+    Refusal(
+        "this model_impl",
+        "set it to 'auto' or 'vllm'",
+        lambda c: str(c.model_config.model_impl) not in ("auto", "vllm"),
+    ),
     Refusal("weight quantization", "serve unquantized weights", lambda c: c.model_config.quantization is not None),
     Refusal(
         "this distributed_executor_backend",
