@@ -69,6 +69,7 @@ async def server(model: Path) -> AsyncIterator[httpx.AsyncClient]:
         await init_app_state(engine, app.state, args, tasks)
         with socket.socket() as listening:
             listening.bind(("127.0.0.1", 0))
+            listening.listen()  # whoever comes before the server takes calls waits for it
             serving = uvicorn.Server(uvicorn.Config(app, log_level="error"))
             served = asyncio.create_task(serving.serve(sockets=[listening]))
             address = f"http://127.0.0.1:{listening.getsockname()[1]}"
