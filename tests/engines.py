@@ -29,12 +29,13 @@ ENGINE_ARGS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Job:
-    """A request: its prompt, how much it generates, and its own budget (None: the engine's)."""
+    """A request: its prompt, how much it generates, its own budget (None: the engine's), and what else it sets."""
 
     name: str
     prompt: list[int]
     max_tokens: int
     budget: int | float | None = None
+    own: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -64,7 +65,8 @@ def generate(engine: Any, jobs: Sequence[Job], logprobs: int | None = None) -> d
     """Run all jobs together to their end."""
     answers = {job.name: Answer() for job in jobs}
     for job in jobs:
-        extra = None if job.budget is None else {"vtoken.budget": job.budget}
+        own = job.own if job.budget is None else {"budget": job.budget, **job.own}
+        extra = {f"vtoken.{name}": value for name, value in own.items()} or None
         engine.add_request(job.name, job.prompt, job.max_tokens, extra_args=extra, logprobs=logprobs)
     while engine.has_unfinished():
         for progress in engine.step():
