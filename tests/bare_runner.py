@@ -65,7 +65,7 @@ class BareRunner:
         self.broken: set[str] = set()
         self.expected = (0, 0)
         self.hits: list[tuple[str, int]] = []
-        self.spare_tokens = 0
+        self.told_late = False
         self.recorder: QueryRecorder | None = None
         self.sabotage_report: Callable[[StepReport], StepReport | None] = lambda report: report
         self._rng = np.random.default_rng(7)
@@ -222,8 +222,12 @@ class BareRunner:
         return Forward(req_id, positions, length, blocks, slots)
 
     def _check_held_blocks(self, reference: ReferenceCache, held: int, length: int) -> None:
-        """As many as the positions need; more only if the scheduler had yet to be told what the last eviction left."""
-        most = blocks_for(length + self.spare_tokens * reference.last_evicted)
+        """As many as the positions need; more only if the scheduler had yet to be told what the last eviction left.
+
+        It counts on the positions before that, and does not know that the request may have got a block for the next.
+        """
+        unheard = reference.reduced_from + 1 if self.told_late else 0
+        most = blocks_for(max(length, unheard)) + self.told_late * reference.grown_by
         assert blocks_for(length) <= held <= most, f"{held} blocks for {length} tokens"
 
     def _marks_for(self, req_id: str, positions: range) -> list[int]:

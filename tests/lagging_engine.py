@@ -57,7 +57,7 @@ class LaggingEngine(StubEngine):
         self.early = early
         self.queue: deque[Pending] = deque()
         self.longest_wait = 0
-        self.runner.spare_tokens = int(self.config.reclaim == "fill" and self.content is not None)
+        self.runner.told_late = self.config.reclaim == "fill" and self.content is not None
         self._began: dict[str, int] = {}
 
     def in_flight(self, req_id: str) -> bool:

@@ -61,7 +61,7 @@ class ReferenceCache(ABC):
         self.computed = 0
         self.prefilled = False
         self.evictions = 0
-        self.last_evicted = 0
+        self.reduced_from = self.grown_by = 0
 
     @property
     def steady(self) -> bool:
@@ -101,7 +101,6 @@ class ReferenceCache(ABC):
         assert len(set(victims)) == len(victims), "a token was forgotten twice"
         self._bury(set(victims))
         self.evictions += 1
-        self.last_evicted = len(victims)
         return victims, self._close_up(decodes_next)
 
     def _surplus(self, complete: bool) -> tuple[int, bool]:

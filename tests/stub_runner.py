@@ -85,7 +85,15 @@ class StubRunner(EvictingRunner, BareRunner):  # type: ignore[misc]
         if result is None:
             for forward in self.forwards[-1]:
                 self._forget(forward)
+                if forward.evicted or forward.req_id in plan_of(output).read_only:
+                    self._note_change(forward)
         return result
+
+    def _note_change(self, forward: Forward) -> None:
+        """What the scheduler will be told of this forward only when it has scheduled the next one."""
+        reference, table = self.references[forward.req_id], self.vtoken.table
+        held = int(table.num_blocks[table.rows([forward.req_id])[0]])
+        reference.reduced_from, reference.grown_by = forward.length, max(held - len(forward.blocks), 0)
 
     def _update_states(self, output: Any) -> None:
         plan = plan_of(output)
