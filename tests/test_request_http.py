@@ -25,7 +25,7 @@ PROMPT = prompts((200,), 512)[0]
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"vtoken.budget": 0}, "option 'budget' = 0 is refused: must be at least 1 token; to keep everything, run without"),
-    ({"vtoken.budget": float("nan")}, "option 'budget' = nan is refused: must, as a share of the prompt, lie in (0, 1]"),
+    ({"vtoken.budget": float("nan")}, "option 'budget' = nan is refused: must, as a share of the prompt, lie in (0, 1"),
     ({"vtoken.budget": 20}, "option 'budget' = 20 is below sinks + recent + interval = 4 + 16 + 1 = 21"),
     ({"vtoken.sinks": -1}, "option 'sinks' = -1 is refused: input should be greater than or equal to 0."),
     ({"vtoken.off": 2}, f"option 'off' = 2 {FLAG}"),
@@ -70,7 +70,7 @@ async def server(model: Path) -> AsyncIterator[httpx.AsyncClient]:
         with socket.socket() as listening:
             listening.bind(("127.0.0.1", 0))
             listening.listen()  # whoever comes before the server takes calls waits for it
-            serving = uvicorn.Server(uvicorn.Config(app, log_level="error"))
+            serving = app.state.server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
             served = asyncio.create_task(serving.serve(sockets=[listening]))
             address = f"http://127.0.0.1:{listening.getsockname()[1]}"
             try:

@@ -1,11 +1,15 @@
 """Requests with settings of their own, together: each forgets what it forgets alone, and the stub sees every slot."""
 
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from stub_worker import StubEngine
+
+from vtoken.config import VTokenConfig
+from vtoken.vllm_plugin import compat
 
 MakeEngine = Callable[..., StubEngine]
 RNG = np.random.default_rng(11)
@@ -253,3 +257,32 @@ class TestControls:
         for step in engine.run():
             ends |= step.finished
         assert ends == {"a": "length", "c": "error"}
+
+
+class TestStartUp:
+    """What is made ready is made ready for all policies on offer."""
+
+    @pytest.mark.parametrize(
+        ("others", "observed", "normed"),
+        [(["random"], False, False), (["random", "tova"], True, False), (["key_norm"], False, True)],
+    )
+    def test_what_is_measured(self, make: MakeEngine, others: list[str], observed: bool, normed: bool) -> None:
+        engine = make(50, request_policies=others, record_trace=True)
+        keeper = engine.runner.vtoken._scores
+        assert (engine.runner.recorder is not None, keeper._observer is not None) == (observed, observed)
+        assert (keeper._key_norms is not None) == normed
+
+    @pytest.mark.parametrize(
+        ("others", "scored"),
+        [([], 0), (["random"], 0), (["key_norm"], 4), (["tova", "key_norm"], 24), (["tova", "scissorhands"], 12 * 33)],
+    )
+    def test_memory_for_the_most_demanding(self, others: list[str], scored: int) -> None:
+        """A slot of two layers with 50 bytes each leaves room for what is kept of its token."""
+        config = VTokenConfig(policy="streaming_llm", request_policies=others)
+        layer = SimpleNamespace(page_size_bytes=50 * 16, block_size=16, num_kv_heads=1)
+        runner = SimpleNamespace(
+            get_kv_cache_spec=lambda: {"a": layer, "b": layer},
+            device=SimpleNamespace(type="cuda"),
+            vllm_config=SimpleNamespace(additional_config=SimpleNamespace(vtoken=config)),
+        )
+        assert compat._beside_scores(10**9, runner) == int(10**9 * 100 / (100 + scored))

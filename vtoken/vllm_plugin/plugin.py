@@ -112,12 +112,14 @@ def configure(vllm_config: Any, options: Mapping[str, Any] | VTokenConfig) -> No
 
 
 def _validate_requests(config: VTokenConfig) -> None:
-    """Refuse a request's bad settings where vLLM turns ValueError into a 400 for that request alone.
+    """Refuse a request's bad settings where vLLM can turn that into a 400 for that request alone.
 
     The hook is one for all engines of this process and cannot tell them apart: it refuses what none of them would
     take. Each engine's scheduler has the last word.
     """
     from vllm.platforms import current_platform
+
+    from vtoken.vllm_plugin.refused import RequestRefused
 
     platform = type(current_platform)
     hooked = platform.validate_request
@@ -134,8 +136,7 @@ def _validate_requests(config: VTokenConfig) -> None:
                 return
             except ValueError as error:
                 refusal = refusal or error
-        assert refusal is not None
-        raise refusal
+        raise RequestRefused(str(refusal)) from None
 
     setattr(validate_request, _MARK, (stock, engines))
     platform.validate_request = classmethod(validate_request)
