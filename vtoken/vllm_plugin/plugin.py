@@ -116,6 +116,8 @@ def _validate_requests(config: VTokenConfig) -> None:
     """
     from vllm.platforms import current_platform
 
+    from vtoken.vllm_plugin.bad_request import BadRequest
+
     platform = type(current_platform)
     hooked = platform.validate_request
     stock, configs = getattr(hooked, _MARK, (hooked, ()))
@@ -132,7 +134,7 @@ def _validate_requests(config: VTokenConfig) -> None:
             except ValueError as error:
                 refusal = refusal or error
         assert refusal is not None
-        raise refusal
+        raise BadRequest(str(refusal))
 
     setattr(validate_request, _MARK, (stock, configs))
     platform.validate_request = classmethod(validate_request)
