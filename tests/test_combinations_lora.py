@@ -17,6 +17,7 @@ from engines import prompts
 from llms import TIGHT, UNREACHED, Served, hold, plain, serving, told
 from safetensors.torch import save_file
 from vllm import SamplingParams
+from vllm.exceptions import VLLMClientError
 from vllm.lora.request import LoRARequest
 
 RANK, ALPHA, OUTPUTS = 8, 16, 20
@@ -106,7 +107,7 @@ def test_each_is_held_to_its_own_model(tight: Served, references: list[Any], ada
 
 def test_an_adapter_that_cannot_be_had_is_a_refusal(tight: Served, tmp_path: Path) -> None:
     (prompt,) = prompts((70,), 512)
-    with pytest.raises(ValueError, match="adapter_config"):
+    with pytest.raises(VLLMClientError, match="No adapter found"):
         tight.llm.generate(
             [{"prompt_token_ids": prompt}], params(), lora_request=LoRARequest("none", 9, str(tmp_path)), use_tqdm=False
         )
