@@ -44,6 +44,9 @@ OTHER_OPTIONS = [
     "`reset_prefix_cache`",
     "`reload_weights`",
     "processes of their own (`vllm serve`, `AsyncLLM`)",
+    "`async_scheduling`",
+    "`tensor_parallel_size`",
+    "`data_parallel_size`, of a dense model",
     "`prefix_match_unit`",
 ]
 
