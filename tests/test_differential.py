@@ -63,8 +63,9 @@ class TestWhereNothingIsEvicted:
         assert (preemptions > 0 or num_blocks == 200) and (hits > 0) == caching
         assert engine.scheduler.vtoken.stats.tokens_evicted == 0
 
-    @pytest.mark.parametrize("num_blocks, seed", [(16, 3), (31, 4)])
-    @pytest.mark.parametrize("mode, lag", [("fill", "early"), ("fill", "late"), ("none", "early")])
+    @pytest.mark.parametrize(
+        "mode, lag, num_blocks, seed", [("fill", "early", 16, 3), ("fill", "late", 31, 4), ("none", "late", 16, 4)]
+    )
     def test_every_step_is_vllm_s_when_results_come_late(
         self,
         make: MakeEngine,
