@@ -278,16 +278,16 @@ class TestHoles:
     @pytest.mark.parametrize("pattern", PATTERNS)
     def test_mass(self, pattern: str, options: dict[str, Any]) -> None:
         p, kv_heads = prompts(**options), options["heads"][1]
-        segments, decay = several_segments(), 0.75
+        parts = fading(several_segments(), [0.75, 0.5, 1.0, 0.9])
         live = live_mask(pattern, p.lengths.tolist())
-        live[segments.row, segments.context - 1] = True
+        live[parts.row, parts.context - 1] = True
         fill_dead(p, live, torch.nan, torch.nan)
         mass = torch.full((kv_heads, 460), 0.5)
-        attention_mass(p.query, p.key_cache, p.block_table, segments, p.scale, decay, mass, live)
+        attention_mass(p.query, p.key_cache, p.block_table, parts, p.scale, mass, live)
         expected = torch.full((460,), 0.5 * kv_heads, dtype=torch.float64)
         reached = torch.zeros(460, dtype=torch.bool)
-        fields = (segments.first, segments.count, segments.context, segments.row, segments.offset, segments.stride)
-        for first, count, context, row, offset, stride in zip(*fields, strict=True):
+        fields = (parts.first, parts.count, parts.context, parts.row, parts.offset, parts.stride, parts.decay)
+        for first, count, context, row, offset, stride, decay in zip(*fields, strict=True):
             for j in range(count):
                 seen = live[row, : context + j]
                 own = slice(offset + j * stride, offset + j * stride + len(seen))
@@ -301,12 +301,12 @@ class TestHoles:
     def test_keys_of_dead_slots_change_no_bit_of_mass(self, pattern: str) -> None:
         results = []
         for key in (0.0, torch.nan, 1e30):
-            p, segments = prompts(), several_segments()
+            p, parts = prompts(), fading(several_segments(), 0.9)
             live = live_mask(pattern, p.lengths.tolist())
-            live[segments.row, segments.context - 1] = True
+            live[parts.row, parts.context - 1] = True
             fill_dead(p, live, key, torch.nan)
             mass = torch.zeros(2, 460)
-            attention_mass(p.query, p.key_cache, p.block_table, segments, p.scale, 0.9, mass, live)
+            attention_mass(p.query, p.key_cache, p.block_table, parts, p.scale, mass, live)
             results.append(mass)
         assert all(torch.equal(mass, results[0]) for mass in results[1:])
 
