@@ -15,7 +15,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vtoken.core.ragged import Ints
 from vtoken.kernels.copy_engine import CopyEngine
 from vtoken.kernels.relocation import Relocate
-from vtoken.vllm_plugin import compat
+from vtoken.vllm_plugin import layers
 from vtoken.vllm_plugin.compat import EvictingRunner, plan_of
 from vtoken.vllm_plugin.protocol import StepReport
 
@@ -40,7 +40,7 @@ class StubRunner(EvictingRunner, BareRunner):  # type: ignore[misc]
             return self.recorder
 
         # There is no attention backend here to lay an observer over.
-        with patch.object(compat, "_observe", observe), patch.object(compat, "copy_engine_for", engine_for):
+        with patch.object(layers, "_observe", observe), patch.object(layers, "copy_engine_for", engine_for):
             super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
 
     def use_copies(self, kind: Callable[[Relocate], CopyEngine]) -> CopyEngine:

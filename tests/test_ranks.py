@@ -14,7 +14,7 @@ from tiny_models import tiny_model
 
 from vtoken.config import VTokenConfig
 from vtoken.core.trace import Trace
-from vtoken.vllm_plugin import compat
+from vtoken.vllm_plugin import layers
 from vtoken.vllm_plugin.engine import Engine
 from vtoken.vllm_plugin.worker import EvictionWorker, Start
 
@@ -170,10 +170,10 @@ def test_rows_do_not_depend_on_the_order_of_a_set() -> None:
 def test_a_kv_head_that_several_ranks_hold_counts_once(
     monkeypatch: pytest.MonkeyPatch, heads: int, held: int, norm: float
 ) -> None:
-    monkeypatch.setattr(compat.key_norms, "KeyNorms", lambda *of: lambda slots: np.full(len(slots), 3, np.float32))
+    monkeypatch.setattr(layers.key_norms, "KeyNorms", lambda *of: lambda slots: np.full(len(slots), 3, np.float32))
     config = SimpleNamespace(model_config=SimpleNamespace(get_total_num_kv_heads=lambda: heads))
     spec, two = SimpleNamespace(num_kv_heads=held, head_size=8), SimpleNamespace(size=2)
-    assert compat._key_norms(config, None, None, spec, two)(np.arange(3)).tolist() == [norm] * 3
+    assert layers._key_norms(config, None, None, spec, two)(np.arange(3)).tolist() == [norm] * 3
 
 
 def test_traces_that_differ_between_ranks_are_none() -> None:
