@@ -113,3 +113,15 @@ def start(stub_model_config: Any) -> Callable[..., Any]:
     from behaviour import Driver
 
     return functools.partial(Driver, stub_model_config)
+
+
+@pytest.fixture
+def no_other_engine() -> None:
+    """Requests are validated for all engines that this process has configured: forget those of other tests."""
+    from vllm.platforms import current_platform
+
+    from vtoken.vllm_plugin import plugin
+
+    platform = type(current_platform)
+    stock, _ = getattr(platform.validate_request, plugin._MARK, (platform.validate_request, ()))
+    platform.validate_request = stock

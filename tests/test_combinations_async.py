@@ -78,7 +78,7 @@ async def session(llm: Any, reference: Any) -> None:
     assert set(await client.take_traces()) <= {"late"}  # the worker holds nobody, or whoever has just ended
 
 
-def test_streams_and_clients_that_leave(tiny_gqa: Path) -> None:
+def test_streams_and_clients_that_leave(no_other_engine: None, tiny_gqa: Path) -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 

@@ -196,7 +196,7 @@ def test_stock_vllm_finds_the_plugin_where_the_wheel_is_installed(
     stock, modules, evicting, file, refusal = json.loads(output.splitlines()[-1])
     assert stock[1:] == [None, "vllm.v1.core.sched.scheduler", "vllm.v1.worker.cpu_worker"]
     assert [stock, []] == without
-    assert modules == ["vtoken.vllm_plugin.plugin"]
+    assert modules == ["vtoken.vllm_plugin.plugin", "vtoken.vllm_plugin.request_settings"]
     # A prompt of 200 goes to 63, to have room for the next query; 7 more come in, and each sends one away.
     assert evicting[1:] == [200 - 63 + 7, "vtoken.vllm_plugin.compat", "vtoken.vllm_plugin.compat"]
     assert len(stock[0]) == len(evicting[0]) == 8

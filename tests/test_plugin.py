@@ -92,14 +92,6 @@ def leaves_no_process() -> Iterator[None]:
     assert set(psutil.Process().children(recursive=True)) <= before
 
 
-@pytest.fixture
-def no_other_engine() -> None:
-    """Requests are validated for all engines that this process has configured: forget those of other tests."""
-    platform = type(current_platform)
-    stock, _ = getattr(platform.validate_request, plugin._MARK, (platform.validate_request, ()))
-    platform.validate_request = stock
-
-
 @pytest.mark.parametrize(
     "engine_args, sentence",
     [

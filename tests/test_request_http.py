@@ -132,6 +132,6 @@ async def visit(model: Path) -> None:
     assert answers == [{"tokens_evicted": n, "peak_blocks": 7} for n in evicted]
 
 
-def test_over_http(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_over_http(no_other_engine: None, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     asyncio.run(asyncio.wait_for(visit(tiny("llama-gqa")), 5 * LONG))
