@@ -11,6 +11,7 @@ import json
 import pstats
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,18 +48,36 @@ def make_engine(model: Any, args: argparse.Namespace) -> Any:
     return engine
 
 
+def watch(profiler: cProfile.Profile, engine: Any) -> None:
+    """Profile vLLM's scheduler with our hooks, and the worker's part, but nothing of the stub that lies between."""
+
+    def watched(stock: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            profiler.enable()
+            try:
+                return stock(*args, **kwargs)
+            finally:
+                profiler.disable()
+
+        return run
+
+    for name in ("schedule", "update_from_output"):
+        setattr(engine.scheduler, name, watched(getattr(engine.scheduler, name)))
+    for name in ("wait_for_copies", "begin_step", "place_tokens", "evict", "take_report"):
+        setattr(engine.runner.vtoken, name, watched(getattr(engine.runner.vtoken, name)))
+
+
 def profile(engine: Any, steps: int) -> dict[str, Any]:
     """Functions of vtoken, with calls and own milliseconds per step, and what everything took."""
     profiler = cProfile.Profile(builtins=False)
+    watch(profiler, engine)
     for _ in range(steps):
-        profiler.enable()
         step = engine.step()
-        profiler.disable()
         assert step.output.total_num_scheduled_tokens == len(step.output.num_scheduled_tokens)
     rows, vllm = [], 0.0
     for (file, line, name), (_, calls, own, _, _) in pstats.Stats(profiler).stats.items():  # type: ignore[attr-defined]
         if Path(file).is_relative_to(HOME):
-            where = f"{Path(file).relative_to(HOME.parent)}:{line}"
+            where = f"{Path(file).relative_to(HOME)}:{line}"
             rows.append({"function": name, "where": where, "calls": calls / steps, "ms": 1e3 * own / steps})
         elif "/vllm/" in file:
             vllm += 1e3 * own / steps

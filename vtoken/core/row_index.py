@@ -1,6 +1,6 @@
 """Which row of a table's arrays is whose."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import repeat
 
 import numpy as np
@@ -8,30 +8,21 @@ import numpy as np
 from vtoken.core.ragged import Ints
 
 
-class RowIndex:
-    """Rows by request. Looking many up at once runs no Python per request: it is done several times in every step.
+class RowIndex(dict[str, int]):
+    """Rows by request: a dictionary, because vLLM asks about one request at a time, and as often as there are requests.
+
+    Looking many up at once runs no Python per request either: it is done several times in every step. Only ``take`` and
+    ``give_back`` change it.
 
     Args:
         capacity: rows; ``grow`` adds some.
     """
 
     def __init__(self, capacity: int) -> None:
+        super().__init__()
         self.capacity = capacity
-        self._row_of: dict[str, int] = {}
         self._req_id_in: dict[int, str] = {}
         self._free = list(range(capacity - 1, -1, -1))
-
-    def __contains__(self, req_id: str) -> bool:
-        return req_id in self._row_of
-
-    def __getitem__(self, req_id: str) -> int:
-        return self._row_of[req_id]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._row_of)
-
-    def __len__(self) -> int:
-        return len(self._row_of)
 
     @property
     def full(self) -> bool:
@@ -44,26 +35,26 @@ class RowIndex:
 
     def take(self, req_id: str) -> int:
         """A row for a request that has none. Raises ValueError if it has one."""
-        if req_id in self._row_of:
+        if req_id in self:
             raise ValueError(f"request {req_id} is already known")
-        row = self._row_of[req_id] = self._free.pop()
+        row = self[req_id] = self._free.pop()
         self._req_id_in[row] = req_id
         return row
 
     def give_back(self, req_id: str) -> int:
         """The row that the request had, which is free from now on. Raises KeyError if it had none."""
-        row = self._row_of.pop(req_id)
+        row = self.pop(req_id)
         del self._req_id_in[row]
         self._free.append(row)
         return row
 
     def rows(self, req_ids: Iterable[str]) -> Ints:
         """The row of each request, shape [R]. Raises KeyError for a request that has none."""
-        return np.fromiter(map(self._row_of.__getitem__, req_ids), dtype=np.int64)
+        return np.fromiter(map(self.__getitem__, req_ids), dtype=np.int64)
 
     def find(self, req_ids: Iterable[str]) -> Ints:
         """The row of each request, shape [R], -1 for one that has none."""
-        return np.fromiter(map(self._row_of.get, req_ids, repeat(-1)), dtype=np.int64)
+        return np.fromiter(map(self.get, req_ids, repeat(-1)), dtype=np.int64)
 
     def req_ids_of(self, rows: Ints) -> list[str]:
         """The requests in these rows, shape [R]."""
