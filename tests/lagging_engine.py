@@ -52,8 +52,8 @@ class LaggingEngine(StubEngine):
 
     asynchronous = True
 
-    def __init__(self, *args: Any, early: bool = True) -> None:
-        super().__init__(*args)
+    def __init__(self, *args: Any, early: bool = True, **scheduling: Any) -> None:
+        super().__init__(*args, **scheduling)
         self.early = early
         self.queue: deque[Pending] = deque()
         self.longest_wait = 0

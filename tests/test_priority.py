@@ -117,9 +117,9 @@ def test_where_nothing_is_evicted_every_step_is_vllm_s(
         the_same(ours, first_come)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(6))
 def test_nothing_is_lost_in_the_long_run(make: MakeEngine, seed: int) -> None:
-    load = Soak(make, seed, **PRIORITY)
+    load = Soak(make, seed, ["sync", "early", "late"][seed % 3], **PRIORITY)
     in_chunks(load.engine, [13, 0, 33][seed % 3])
     seen = load.run(120)
     assert min(seen[name] for name in ("hits", "evicted", "reclaimed", "aborts")) > 0

@@ -27,6 +27,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"vtoken.budget": 0}, "option 'budget' = 0 is refused: must be at least 1 token; to keep everything, run without"),
     ({"vtoken.budget": float("nan")}, "option 'budget' = nan is refused: must, as a share of the prompt, lie in (0, 1"),
     ({"vtoken.budget": 20}, "option 'budget' = 20 is below sinks + recent + interval = 4 + 16 + 1 = 21"),
+    ({"vtoken.self": 1}, "unknown option 'self'; the options are budget, off,"),
     ({"vtoken.sinks": -1}, "option 'sinks' = -1 is refused: input should be greater than or equal to 0."),
     ({"vtoken.off": 2}, f"option 'off' = 2 {FLAG}"),
     ({"vtoken.protect_prompt": "yes"}, f"option 'protect_prompt' = 'yes' {FLAG}"),

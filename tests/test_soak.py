@@ -15,12 +15,12 @@ LAGS = ("sync", "early", "late")
 FIRST_SEED = int(os.environ.get("VTOKEN_SOAK_SEED", "1000"))
 
 
-def soak(make: MakeEngine, seed: int, steps: int, lag: str = "sync") -> Soak:
-    load = Soak(make, seed, lag)
+def soak(make: MakeEngine, seed: int, steps: int, lag: str = "sync", policy: str = "fcfs") -> Soak:
+    load = Soak(make, seed, lag, policy=policy)
     try:
         seen = load.run(steps)
     except BaseException as error:
-        error.add_note(f"soak: VTOKEN_SOAK_SEED={seed} ({lag}, lazy copies: {load.lazy}) {load.options}")
+        error.add_note(f"soak: VTOKEN_SOAK_SEED={seed} ({lag}, {policy}, lazy copies: {load.lazy}) {load.options}")
         raise
     assert min(seen[name] for name in ("requests", "hits", "evicted", "reclaimed")) > 0, (seed, seen)
     return load
@@ -42,7 +42,7 @@ def test_for_a_given_time(make: MakeEngine) -> None:
     """`make soak`: seeds from VTOKEN_SOAK_SEED on, for VTOKEN_SOAK_SECONDS; a failure names its seed."""
     end, seed, total = time.monotonic() + SECONDS, FIRST_SEED, Counter[str]()
     while time.monotonic() < end:
-        total += soak(make, seed, steps=400, lag=LAGS[seed % 3]).seen
+        total += soak(make, seed, steps=400, lag=LAGS[seed % 3], policy=("fcfs", "priority")[seed // 3 % 2]).seen
         seed += 1
     assert total["preemptions"] > 0
     print(f"\nsoak: seeds {FIRST_SEED} to {seed - 1}: {dict(total)}")

@@ -160,8 +160,14 @@ def _check_pool(vllm_config: Any, config: VTokenConfig) -> None:
         return
     room = (cache.num_gpu_blocks_override - 1) * cache.block_size  # vLLM keeps one block for itself
     if room < longest:
-        other = "lower the budget" if config.prefill_evict == "chunked" else "set vtoken's prefill_evict='chunked'"
-        other = other if config.reclaim == "fill" else "set vtoken's reclaim='fill'"
+        # What bounds a request's blocks, in the order in which it takes effect.
+        bounds = {
+            "set vtoken's reclaim='fill'": config.reclaim == "fill",
+            "set vtoken's compress='all'": config.compress == "all",
+            "set vtoken's protect_prompt=False": not config.protect_prompt or isinstance(config.budget, int),
+            "set vtoken's prefill_evict='chunked'": config.prefill_evict == "chunked",
+        }
+        other = next((remedy for remedy, done in bounds.items() if not done), "lower the budget")
         raise ValueError(
             f"vtoken: num_gpu_blocks_override={cache.num_gpu_blocks_override} leaves room for {room} tokens, too few "
             f"for the {longest} that one request of max_model_len={max_length} takes at its peak; raise it to at least "

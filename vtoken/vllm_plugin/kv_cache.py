@@ -112,12 +112,6 @@ class EvictableAttentionManager(FullAttentionManager):
         """The request's own list, in the order of its positions."""
         return self.req_to_blocks.get(request_id, [])
 
-    def holders_of(self, blocks: Sequence[KVCacheBlock]) -> list[str]:
-        """The requests that hold one of these blocks. Looks at all lists: for when something has gone wrong."""
-        wanted = {block.block_id for block in blocks}
-        held = self.req_to_blocks.items()
-        return [req_id for req_id, mine in held if any(block.block_id in wanted for block in mine)]
-
     def truncate(self, request_id: str, keep: int) -> list[KVCacheBlock]:
         """Take all but the first ``keep`` blocks from the request, without returning them to the pool yet."""
         blocks = self.req_to_blocks[request_id]

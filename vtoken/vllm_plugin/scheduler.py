@@ -148,7 +148,9 @@ class EvictionScheduler:
         if peak > self._pool_blocks:
             self._ledger.close(req_id)
             kept = f"with a budget of {budget} tokens" if budget else "without compression"
-            remedy = "give it a smaller 'vtoken.budget'" if self._ledger.dense else "ask for fewer tokens"
+            remedy = "ask for fewer tokens"
+            if self._ledger.dense:
+                remedy = "give it a smaller 'vtoken.budget'" if budget else f"{remedy}, let it be compressed,"
             raise ValueError(
                 f"vtoken: request {req_id} {kept} needs up to {peak} blocks, and the pool has {self._pool_blocks}; "
                 f"{remedy} or make the pool larger."
@@ -258,9 +260,10 @@ class EvictionScheduler:
         if report is None:
             return {}
         freed = step.released + self._change_lists(step, report.changes)
-        for req_id in report.returned.keys() & step.lost.keys():
-            del report.returned[req_id]
-        self._ledger.follow(report.returned)
+        returned = report.returned
+        if step.lost:
+            returned = {req_id: positions for req_id, positions in returned.items() if req_id not in step.lost}
+        self._ledger.follow(returned)
         if self._packing is not None and plan.granted:
             self._packing.settle(report.packed)
         self._give_back(freed, len(step.granted) + step.taken)
