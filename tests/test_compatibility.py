@@ -43,7 +43,7 @@ OTHER_OPTIONS = [
     "`LLM.sleep` and `wake_up`",
     "`reset_prefix_cache`",
     "`reload_weights`",
-    "processes of their own (`vllm serve`, `AsyncLLM`)",
+    "processes of their own (vLLM's server, `AsyncLLM`)",
     "`async_scheduling`",
     "`tensor_parallel_size`",
     "`data_parallel_size`, of a dense model",

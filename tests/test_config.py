@@ -16,7 +16,7 @@ from vtoken.vllm_plugin.request_settings import RequestSettings
 
 NUMBER = "must be a number: a count of tokens such as 512, or a share of the prompt such as 0.25."
 SHARE = "must, as a share of the prompt, lie in (0, 1]; for a count of tokens give an integer."
-COUNT = "must be at least 1 token; to keep everything, run without vtoken."
+COUNT = "must be at least 1 token; to keep all, set vtoken.off in a request, or run without vtoken."
 OPTIONS = ", ".join(sorted(VTokenConfig.model_fields))
 
 BAD_BUDGETS = [

@@ -24,7 +24,10 @@ FLAG = "is refused: must be true or false, or 1 or 0."
 PROMPT = prompts((200,), 512)[0]
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"vtoken.budget": 0}, "option 'budget' = 0 is refused: must be at least 1 token; to keep everything, run without"),
+    (
+        {"vtoken.budget": 0},
+        "option 'budget' = 0 is refused: must be at least 1 token; to keep all, set vtoken.off in",
+    ),
     ({"vtoken.budget": float("nan")}, "option 'budget' = nan is refused: must, as a share of the prompt, lie in (0, 1"),
     ({"vtoken.budget": 20}, "option 'budget' = 20 is below sinks + recent + interval = 4 + 16 + 1 = 21"),
     ({"vtoken.self": 1}, "unknown option 'self'; the options are budget, off,"),

@@ -18,7 +18,7 @@ def _number(value: Any) -> Any:
     if isinstance(value, float) and not (math.isfinite(value) and 0.0 < value <= 1.0):
         raise ValueError("must, as a share of the prompt, lie in (0, 1]; for a count of tokens give an integer")
     if isinstance(value, int) and value < 1:
-        raise ValueError("must be at least 1 token; to keep everything, run without vtoken")
+        raise ValueError("must be at least 1 token; to keep all, set vtoken.off in a request, or run without vtoken")
     if isinstance(value, int) and value > MOST_TOKENS:
         raise ValueError(f"must be at most {MOST_TOKENS} tokens")
     return value
@@ -81,7 +81,7 @@ class VTokenConfig(_Options):
         description="Which tokens a request may forget: the name of a policy, or 'module:Class' for one of your own.",
     )
     policy_options: dict[str, Any] = Field(
-        default_factory=dict, description="Options of the policy itself, such as {'decay': 0.95} for h2o."
+        default_factory=dict, description="Options of the policy itself, such as decay 0.95 for h2o."
     )
     request_policies: Policies = Field(
         default_factory=dict,

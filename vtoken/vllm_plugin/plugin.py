@@ -6,15 +6,18 @@ scheduler and worker class by name, so that every process of the engine imports 
 """
 
 import functools
+import logging
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from vtoken import __version__
 from vtoken.config import VTokenConfig
 from vtoken.policies import load_policies
 from vtoken.vllm_plugin.request_settings import RequestSettings
 
 SUPPORTED = "0.32."
+logger = logging.getLogger(f"vllm.{__name__}")  # below vLLM's own, whose handlers write the server's log
 OPTION = "vtoken"
 _MARK = "_vtoken_hook"
 
@@ -103,12 +106,21 @@ def configure(vllm_config: Any, options: Mapping[str, Any] | VTokenConfig) -> No
     others = {k: v for k, v in additional.items() if k != OPTION} if isinstance(additional, dict) else {}
     if not isinstance(additional, AdditionalConfig):
         vllm_config.additional_config = AdditionalConfig(config, others)
+        logger.info("vtoken %s: %s", __version__, _summary(config))
     compat = "vtoken.vllm_plugin.compat"
     on_cpu = vllm_config.device_config.device_type == "cpu"
     scheduler = "VTokenAsyncScheduler" if vllm_config.scheduler_config.async_scheduling else "VTokenScheduler"
     vllm_config.scheduler_config.scheduler_cls = f"{compat}.{scheduler}"
     vllm_config.parallel_config.worker_cls = f"{compat}.{'VTokenCPUWorker' if on_cpu else 'VTokenGPUWorker'}"
     _validate_requests(config)
+
+
+def _summary(config: VTokenConfig) -> str:
+    """What an operator wants to see in the log: whether vtoken is on, and how."""
+    whose = "requests that ask for it are" if config.compress == "asked" else "requests are"
+    kept = f"{config.budget} tokens" if isinstance(config.budget, int) else f"{config.budget:g} of their prompt"
+    others = f"; requests may ask for {', '.join(config.request_policies)}" if config.request_policies else ""
+    return f"{whose} kept to {kept} by policy {config.policy}, and blocks freed by '{config.reclaim}'{others}"
 
 
 def _validate_requests(config: VTokenConfig) -> None:
