@@ -67,8 +67,8 @@ async def session(llm: Any, reference: Any) -> None:
         for part in (late, late):
             yield StreamingInput({"prompt_token_ids": part})
 
-    parts, tokens = await client.whole("session", chunks(), 5)
-    assert {part.finish_reason for part in parts} == {"error"} and tokens == []
+    with pytest.raises(ValueError, match="streaming sessions are not supported yet; send the whole prompt at once"):
+        await client.whole("session", chunks(), 5)
     parts, tokens = await client.whole("late", late, 10)
     traces = await client.take_traces()
     for name, prompt, (got, output) in (("one", one, streamed), ("late", late, (parts, tokens))):

@@ -33,6 +33,7 @@ from vtoken.vllm_plugin.kv_cache import EvictableAttentionManager, EvictableAtte
 from vtoken.vllm_plugin.layers import make_worker
 from vtoken.vllm_plugin.plugin import OPTION
 from vtoken.vllm_plugin.protocol import StepPlan, StepReport
+from vtoken.vllm_plugin.refused import SESSIONS
 from vtoken.vllm_plugin.scheduler import EvictionScheduler, ScheduledStep
 from vtoken.vllm_plugin.scores import score_bytes
 from vtoken.vllm_plugin.worker import EvictionWorker, Start
@@ -103,7 +104,7 @@ class EvictingScheduler(_Scheduler):
         params = request.sampling_params
         try:
             if request.resumable:
-                raise ValueError("vtoken: streaming sessions are not supported yet; send the whole prompt at once.")
+                raise ValueError(SESSIONS)
             self.vtoken.admit(
                 request.request_id,
                 request.num_prompt_tokens,

@@ -97,6 +97,7 @@ def configure(vllm_config: Any, options: Mapping[str, Any] | VTokenConfig) -> No
     """Put vtoken's classes into a vLLM configuration, or refuse it with ValueError in one sentence."""
     from vtoken.vllm_plugin.allow_list import check_supported
     from vtoken.vllm_plugin.compiler import check_compiler
+    from vtoken.vllm_plugin.refused import refuse_sessions
 
     config = parse_config(options)
     check_vllm_version()
@@ -113,6 +114,7 @@ def configure(vllm_config: Any, options: Mapping[str, Any] | VTokenConfig) -> No
     vllm_config.scheduler_config.scheduler_cls = f"{compat}.{scheduler}"
     vllm_config.parallel_config.worker_cls = f"{compat}.{'VTokenCPUWorker' if on_cpu else 'VTokenGPUWorker'}"
     _validate_requests(config)
+    refuse_sessions(AdditionalConfig)
 
 
 def _summary(config: VTokenConfig) -> str:
