@@ -15,6 +15,7 @@ from pathlib import Path
 from time import thread_time
 from typing import Any
 
+from decode_load import start_decoding
 from exclusive_timer import ExclusiveTimer, instrument
 
 from vtoken.config import VTokenConfig
@@ -43,14 +44,7 @@ def measure(timer: ExclusiveTimer, model: Any, running: int, args: argparse.Name
     config = VTokenConfig(policy="streaming_llm", budget=args.budget, interval=args.interval)
     outputs, blocks = args.steps + 20, -(-(args.prompt + args.steps + 20) // S)
     engine = StubEngine(model, config, running * blocks + 1, running, running * args.prompt, args.caching)
-    shared = args.prompt // 2 if args.caching else 0
-    for n in range(running):
-        own = [(n // 61**place) % 61 for place in range(3)] * args.prompt
-        engine.add(f"r{n}", outputs=outputs, tokens=([7] * shared + own)[: args.prompt])
-        if n == 0:
-            engine.step()  # what it has computed is there for the others to find
-    for _ in range(4):
-        engine.step()
+    start_decoding(engine, running, args.prompt, outputs, args.caching)
     rows = []
     for _ in range(args.steps):
         timer.take()

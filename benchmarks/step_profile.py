@@ -15,6 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from decode_load import start_decoding
+
 import vtoken
 from vtoken.config import VTokenConfig
 
@@ -37,14 +39,7 @@ def make_engine(model: Any, args: argparse.Namespace) -> Any:
     running, outputs = args.running, args.steps + 20
     blocks = running * -(-(args.prompt + outputs) // S) + 1
     engine = Unchecked(model, config, blocks, running, running * args.prompt, args.caching)
-    shared = args.prompt // 2 if args.caching else 0
-    for n in range(running):
-        own = [(n // 61**place) % 61 for place in range(3)] * args.prompt
-        engine.add(f"r{n}", outputs=outputs, tokens=([7] * shared + own)[: args.prompt])
-        if n == 0:
-            engine.step()  # what it has computed is there for the others to find
-    for _ in range(4):
-        engine.step()
+    start_decoding(engine, running, args.prompt, outputs, args.caching)
     return engine
 
 

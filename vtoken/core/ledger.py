@@ -127,17 +127,7 @@ class LengthLedger:
     def reset(self, req_id: str) -> None:
         """The request lost its cache (preemption) and keeps its limits."""
         row = self._row_of[req_id]
-        for name in (
-            "length",
-            "returned",
-            "blocks",
-            "read_only",
-            "epoch",
-            "peak_blocks",
-            "evicted",
-            "by_report",
-            "awaits",
-        ):
+        for name in _OF_A_LIFE:
             getattr(self, name)[row] = 0
         self.prefilling[row] = True
 
