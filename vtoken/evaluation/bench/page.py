@@ -2,8 +2,8 @@
 
     python -m vtoken.evaluation.bench.page RESULTS docs/evaluation.md
 
-takes NAME.json of every experiment that lies in RESULTS, keeps it beside the page in results/, draws figures/NAME.svg, and
-rewrites the page between
+takes NAME.json of every experiment that lies in RESULTS, keeps it beside the page in results/, draws figures/NAME.svg,
+and rewrites the page between
 
     <!-- bench NAME -->
     <!-- /bench NAME -->
