@@ -121,8 +121,8 @@ class Quality(Experiment):
         _draw_bars(likelihood, runs, lambda run: of_mean(changes(runs[0], run, "passages")))
         likelihood.set(title="Running text: change of log-likelihood", ylabel="nats per token")
         likelihood.axhline(0, color=COLOURS["native"], linewidth=1)
-        for axes in (agreement, needles, likelihood):
-            axes.legend(title="share of the prompt that is kept")
+        handles, labels = needles.get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside upper center", ncols=3, title="share of the prompt that is kept")
         _draw_pairs(paired, pairs_of(runs))
         return figure
 
@@ -411,8 +411,8 @@ def _draw_pairs(axes: Any, groups: dict[tuple[str, float], list[Pair]]) -> None:
     axes.axline((0, 0), slope=1, color=COLOURS["native"], linewidth=1, zorder=0)
     axes.set(
         title=f"Does reclaiming change the text? {sum(map(len, groups.values()))} pairs",
-        xlabel="ROUGE-L F1 against the full cache, none",
-        ylabel="ROUGE-L F1 against the full cache, fill",
+        xlabel="ROUGE-L F1 without reclaiming (none)",
+        ylabel="ROUGE-L F1 under fill",
         xlim=(0, 1.05),
         ylim=(0, 1.05),
     )

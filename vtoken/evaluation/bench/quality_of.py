@@ -99,6 +99,16 @@ class QualityOf:
         return found
 
 
+def in_words(quality: Mapping[str, Any]) -> str:
+    """What ``QualityOf`` found, as a sentence for a table's note."""
+    return (
+        f"Quality of {quality['policy']} at {quality['budget']:g}, however blocks are reclaimed: "
+        f"{quality['needles_found']} of {quality['needles']} hidden numbers found (full cache: "
+        f"{quality['native_needles_found']}), log-likelihood of running text {quality['log_likelihood_change']:+.3f} "
+        "nats per token against the full cache."
+    )
+
+
 def offering(
     policies: Sequence[str], options: Mapping[str, dict[str, Any]] | None = None, **settings: Any
 ) -> VTokenConfig:
