@@ -60,8 +60,8 @@ class Sizes:
 
 QUICK = Sizes(
     budgets=(0.5,),
-    policies=("h2o", "scissorhands", "random"),
-    prompts=3,
+    policies=("h2o", "random"),
+    prompts=2,
     longest=150,
     outputs=16,
     needles=1,
