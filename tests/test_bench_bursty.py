@@ -90,8 +90,9 @@ def test_each_variant_has_a_row(runs: list[dict[str, Any]]) -> None:
 def test_bursts_are_paired_by_repeat(runs: list[dict[str, Any]]) -> None:
     later = [run("fill", DENSE, 1, (0.4, 0.4)), run("none", TRAPPED, 1, (0.4, 0.4))]
     # However the runs come: 3 / 1.5, 2 / 1, 4 / 4, 4 / 4.
-    found = ratios([later[1], *runs, later[0]])["fill / none"]
-    assert (found.median, found.repeats) == (pytest.approx(2**0.5), 4)
+    found = ratios([later[1], *runs, later[0]])
+    assert (found["fill / none"].median, found["fill / none"].repeats) == (pytest.approx(2**0.5), 4)
+    assert found["fill / the same again (A/A)"].repeats == 2  # which was run once
 
 
 def verdicts(runs: list[dict[str, Any]]) -> dict[str, tuple[bool, str, str]]:
@@ -106,7 +107,7 @@ def test_checks(runs: list[dict[str, Any]]) -> None:
         # Closest after the first decode step: 34 of 40 slots, 17 tokens each, 0.15 - 4 / 21.
         "fill: F less S/(n+S), at most, over all steps": (True, "must", "-0.0405"),
         "fill: F is at most theta_F when the step of a burst ends": (True, "aim", "4"),
-        "slowest step after a burst, fill / none": (False, "aim", "2.00"),
+        "slowest step after a burst, fill / none": (False, "aim", "2.00 (2.00 to 2.00)"),
     }
 
 
@@ -127,6 +128,10 @@ def test_checks_that_fail(runs: list[dict[str, Any]]) -> None:
         "2",
     )
     assert bursts_of(runs[1]) == []
+    found = verdicts(runs)
+    assert found["mass evictions in every run, naive eviction (none)"] == (False, "must", "0")
+    assert "slowest step after a burst, fill / none" not in found
+    assert list(EXPERIMENT.tables(runs)[0].rows[0][3:5]) == [None, ""]
 
 
 def test_the_figure_shows_every_step(runs: list[dict[str, Any]]) -> None:
