@@ -5,7 +5,8 @@ from dataclasses import fields, replace
 import pytest
 from fake_engine import FakeEngine
 
-from vtoken.evaluation.measure import RunError, RunProgress, RunResult, measure, median_of
+from vtoken.evaluation.load import LoadProgress, RunError
+from vtoken.evaluation.measure import RunResult, measure, median_of
 from vtoken.evaluation.workloads import Workload
 
 KEYS = """
@@ -81,9 +82,9 @@ def test_needles_count_in_no_other_figure() -> None:
 
 def test_progress_is_reported_after_every_step() -> None:
     engine = FakeEngine(block_size=4, num_blocks=6)
-    seen: list[RunProgress] = []
+    seen: list[LoadProgress] = []
     measure(engine, load(2), report=seen.append, clock=engine.clock)
-    assert seen == [RunProgress(0, 2, 2, 4), RunProgress(0, 4, 2, 6), RunProgress(2, 6, 0, 0)]
+    assert seen == [LoadProgress(0, 2, 2, 4), LoadProgress(0, 4, 2, 6), LoadProgress(2, 6, 0, 0)]
 
 
 def test_a_failed_request_ends_the_run() -> None:

@@ -19,7 +19,7 @@ from rich.console import Console
 from vtoken.cli import TABLE_WIDTH
 from vtoken.config import VTokenConfig
 from vtoken.evaluation import quality, quality_run, questions
-from vtoken.evaluation.measure import RunError
+from vtoken.evaluation.load import RunError
 from vtoken.evaluation.quality import QualityPlan, QualitySpec, make_quality_plan, run_quality
 from vtoken.evaluation.quality_report import QualityReport, QualityRun, bootstrap_interval, quality_table, summary
 from vtoken.evaluation.quality_run import Answer, ask

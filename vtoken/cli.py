@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from vtoken import __version__
+from vtoken.cli_bench import bench
 from vtoken.cli_options import read_settings, settings_options
 from vtoken.config import VTokenConfig
 
@@ -19,6 +20,7 @@ FAILED = 1
 TABLE_WIDTH = 120
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+app.command()(bench)
 
 
 def main() -> None:
@@ -65,7 +67,7 @@ def demo(
     from vtoken.evaluation.plan import DemoOptions
 
     options = DemoOptions(prompts, requests, max_tokens, blocks, eager)
-    with _failures():
+    with failures():
         code = _demo(settings, options, model, json_file, repeat)
     raise typer.Exit(code)
 
@@ -98,7 +100,7 @@ def quality(
     """
     from vtoken.evaluation.questions import Wishes
 
-    with _failures():
+    with failures():
         _quality(settings, policies, budgets, Wishes(needles, documents, passages, max_prompt, data), model, json_file)
 
 
@@ -117,7 +119,7 @@ def _demo(settings: dict[str, Any], options: Any, model: Path | None, json_file:
         check_model_directory(model)
     check_vllm()
     console = Console()
-    plan = make_plan(model or _own_model(), config, options)
+    plan = make_plan(model or own_model(), config, options)
     for note in plan.notes:
         console.print(note)
     console.print(f"{plan.model}: {len(plan.workloads)} requests, then {len(plan.needles)} needles")
@@ -158,7 +160,7 @@ def _quality(
     console = Console()
     if not console.is_terminal:
         console.width = max(console.width, TABLE_WIDTH)
-    plan = make_quality_plan(model or _own_model(), configs, wishes)
+    plan = make_quality_plan(model or own_model(), configs, wishes)
     console.print(f"{plan.model}: {len(plan.questions)} {plan.note}", soft_wrap=True)
     console.print("engine arguments of all runs:", json.dumps(plan.engine_args), soft_wrap=True)
     if model is not None:
@@ -199,7 +201,8 @@ def check_writable(path: Path) -> None:
         raise ValueError(f"JSON file {path} cannot be written; give a file name in an existing, writable folder.")
 
 
-def _own_model() -> Path:
+def own_model() -> Path:
+    """SmolLM2's directory. Raises ValueError, in one sentence, where it cannot be fetched."""
     from vtoken.evaluation.model import ensure_model
 
     try:
@@ -209,7 +212,7 @@ def _own_model() -> Path:
 
 
 @contextmanager
-def _failures() -> Iterator[None]:
+def failures() -> Iterator[None]:
     """One sentence and an exit code, for what the user has to change and for a run that broke off."""
     try:
         yield

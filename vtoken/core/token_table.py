@@ -117,6 +117,11 @@ class TokenTable:
         row = self._row_of[req_id]
         return self.blocks[row, : self.num_blocks[row]].tolist()
 
+    def live_per_block(self, req_id: str) -> list[int]:
+        """How many live tokens each held block has, in order."""
+        row = self._row_of[req_id]
+        return self.live_in_block[row, : self.num_blocks[row]].tolist()
+
     def waste(self) -> float:
         """F = 1 - sum(n_i) / (N * S) over all blocks held by the requests of this table; 0 if none is held."""
         slots, blocks = self.live_slots(self._row_of)

@@ -78,11 +78,11 @@ def run_child(spec: Spec, on_event: Callable[[dict[str, Any]], None], command: S
             failure = _listen(process, spec, on_event)
             code = process.wait()
         finally:
-            _end(process)
+            end(process)
         if failure:
             raise RuntimeError(failure)
         if code:
-            raise RuntimeError(f"the process ended with exit code {code}\n{_tail(stderr)}".strip())
+            raise RuntimeError(f"the process ended with exit code {code}\n{tail(stderr)}".strip())
 
 
 def _listen(process: "subprocess.Popen[str]", spec: Spec, on_event: Callable[[dict[str, Any]], None]) -> str:
@@ -106,7 +106,7 @@ def _listen(process: "subprocess.Popen[str]", spec: Spec, on_event: Callable[[di
     return failure
 
 
-def _end(process: "subprocess.Popen[str]") -> None:
+def end(process: "subprocess.Popen[str]") -> None:
     """End this very process, politely first, and collect it."""
     if process.poll() is None:
         process.terminate()
@@ -121,6 +121,7 @@ def _end(process: "subprocess.Popen[str]") -> None:
                 pipe.close()
 
 
-def _tail(stderr: IO[str]) -> str:
+def tail(stderr: IO[str]) -> str:
+    """The last lines that a process wrote to its stderr."""
     stderr.seek(0)
     return "\n".join(stderr.read().splitlines()[-TAIL_LINES:])

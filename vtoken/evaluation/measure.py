@@ -3,49 +3,12 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
+from vtoken.evaluation.load import Engine, LoadProgress, drive
 from vtoken.evaluation.workloads import Workload
-
-IDLE_STEPS_BEFORE_GIVING_UP = 1000
-
-
-class RunError(RuntimeError):
-    """A request failed, or none could be scheduled; one sentence."""
-
-
-class Snapshot(Protocol):
-    """State of the block pool after a step; the last four count from the engine's start."""
-
-    @property
-    def held_blocks(self) -> int: ...
-    @property
-    def live_tokens(self) -> int: ...
-    @property
-    def running(self) -> int: ...
-    @property
-    def waiting(self) -> int: ...
-    @property
-    def preemptions(self) -> int: ...
-    @property
-    def tokens_evicted(self) -> int: ...
-    @property
-    def tokens_moved(self) -> int: ...
-    @property
-    def blocks_reclaimed(self) -> int: ...
-
-
-class Engine(Protocol):
-    """The part of ``vtoken.vllm_plugin``'s engine that a measured run needs."""
-
-    @property
-    def block_size(self) -> int: ...
-    def add_request(self, request_id: str, prompt_token_ids: list[int], max_tokens: int) -> None: ...
-    def step(self) -> Sequence[Any]: ...
-    def has_unfinished(self) -> bool: ...
-    def snapshot(self) -> Snapshot: ...
 
 
 @dataclass(frozen=True)
@@ -82,31 +45,12 @@ class RunResult:
         return asdict(self)
 
 
-@dataclass(frozen=True)
-class RunProgress:
-    """How far a run has come."""
-
-    requests_done: int
-    output_tokens: int
-    running: int
-    held_blocks: int
-
-
-@dataclass
-class _Timing:
-    submitted: float
-    first: float = 0.0
-    last: float = 0.0
-    count: int = 0
-    token_ids: list[int] | None = None  # set when the request has finished
-
-
 def measure(
     engine: Engine,
     workloads: Sequence[Workload],
     needles: Sequence[Workload] = (),
     decode: Callable[[list[int]], str] | None = None,
-    report: Callable[[RunProgress], None] | None = None,
+    report: Callable[[LoadProgress], None] | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> RunResult:
     """Submit all workloads at once, run them to the end, then ask the needles one by one.
@@ -123,12 +67,12 @@ def measure(
         RunError: a request failed, or none could be scheduled.
     """
     before = engine.snapshot()
-    start = clock()
-    timings, samples, end = _run(engine, workloads, report, clock)
+    load = drive(engine, workloads, report=report, clock=clock)
+    timings = load.timings
     after = engine.snapshot()
     hits = sum(_answers(engine, needle, decode, clock) for needle in needles) if decode else 0
 
-    held, live, running, waiting = np.array(samples, dtype=np.int64).T
+    held, live, running, waiting = np.array(load.pool, dtype=np.int64).T
     limited = waiting > 0 if np.any(waiting > 0) else np.ones_like(waiting, dtype=bool)
     occupied = held > 0
     waste = 1.0 - live[occupied] / (held[occupied] * engine.block_size)
@@ -147,7 +91,7 @@ def measure(
         mean_running=float(running[limited].mean()),
         preemptions=after.preemptions - before.preemptions,
         output_tokens=int(tokens.sum()),
-        output_tokens_per_s=float(tokens.sum() / (end - start)),
+        output_tokens_per_s=float(tokens.sum() / (load.end - load.start)),
         tpot_p50_ms=_percentile_ms(per_token, 50),
         tpot_p95_ms=_percentile_ms(per_token, 95),
         ttft_p50_ms=_percentile_ms(first, 50),
@@ -168,50 +112,9 @@ def _like(example: int | float, value: float) -> Any:
     return int(value) if isinstance(example, int) and value.is_integer() else value
 
 
-def _run(
-    engine: Engine,
-    workloads: Sequence[Workload],
-    report: Callable[[RunProgress], None] | None,
-    clock: Callable[[], float],
-) -> tuple[list[_Timing], list[tuple[int, int, int, int]], float]:
-    """Timings per request; (held, live, running, waiting) after every step; the time of the last token."""
-    timings: dict[str, _Timing] = {}
-    for work in workloads:
-        timings[work.request_id] = _Timing(submitted=clock())
-        engine.add_request(work.request_id, work.prompt_token_ids, work.max_tokens)
-    samples: list[tuple[int, int, int, int]] = []
-    done = idle = output = 0
-    while engine.has_unfinished():
-        entries = engine.step()
-        now = clock()
-        for entry in entries:
-            timing = timings[entry.request_id]
-            if timing.count == 0:
-                timing.first = now
-            timing.last = now
-            output += len(entry.token_ids) - timing.count
-            timing.count = len(entry.token_ids)
-            if entry.finished:
-                done += 1
-                timing.token_ids = entry.token_ids
-                if entry.finish_reason not in ("length", "stop"):
-                    raise RunError(f"request {entry.request_id} ended early: {entry.finish_reason}")
-        state = engine.snapshot()
-        samples.append((state.held_blocks, state.live_tokens, state.running, state.waiting))
-        idle = 0 if entries or state.running else idle + 1
-        if idle >= IDLE_STEPS_BEFORE_GIVING_UP:
-            raise RunError(f"none of the {state.waiting} waiting requests can be scheduled; use a larger block budget.")
-        if report:
-            report(RunProgress(done, output, state.running, state.held_blocks))
-    missing = [name for name, timing in timings.items() if timing.token_ids is None]
-    if missing:
-        raise RunError(f"request {missing[0]} ended without a result ({len(missing)} in all)")
-    return list(timings.values()), samples, max(timing.last for timing in timings.values())
-
-
 def _answers(engine: Engine, needle: Workload, decode: Callable[[list[int]], str], clock: Callable[[], float]) -> bool:
-    timings, _, _ = _run(engine, [needle], None, clock)
-    text = decode(timings[0].token_ids or [])
+    (timing,) = drive(engine, [needle], clock=clock).timings
+    text = decode(timing.token_ids or [])
     return any(answer in text for answer in needle.answers or ())
 
 

@@ -88,19 +88,21 @@ def make_plan(model: Path, config: VTokenConfig, options: DemoOptions) -> Plan:
     return Plan(model, engine_args, config, workloads, needles, num_blocks, notes)
 
 
-def engine_arguments(text_config: Any, num_blocks: int, max_model_len: int, *, eager: bool) -> dict[str, Any]:
+def engine_arguments(
+    text_config: Any, num_blocks: int, max_model_len: int, *, eager: bool, block_size: int = BLOCK_SIZE
+) -> dict[str, Any]:
     """vLLM's arguments for a pool of ``num_blocks`` blocks that requests can hold."""
     dtype = model_dtype()
     # vLLM keeps one block for itself.
     pool = num_blocks + 1
     engine_args: dict[str, Any] = {
         "dtype": dtype,
-        "block_size": BLOCK_SIZE,
+        "block_size": block_size,
         "max_model_len": max_model_len,
         "max_num_seqs": MAX_NUM_SEQS,
         "num_gpu_blocks_override": pool,
         # Without it vLLM first insists on most of the machine's memory, however few blocks are asked for.
-        "kv_cache_memory_bytes": pool * _bytes_per_block(text_config, dtype),
+        "kv_cache_memory_bytes": pool * block_size * _bytes_per_token(text_config, dtype),
         "distributed_executor_backend": "uni",
         "seed": 0,
     }
@@ -139,10 +141,10 @@ def _load(tokenizer: Any, context: int, options: DemoOptions) -> list[Workload]:
     return explain_requests(tokenizer, options.requests or DEMO_REQUESTS, max_tokens)
 
 
-def _bytes_per_block(text_config: Any, dtype: str) -> int:
-    """K and V of all layers and KV heads for one block."""
+def _bytes_per_token(text_config: Any, dtype: str) -> int:
+    """K and V of all layers and KV heads."""
     query_heads = text_config.num_attention_heads
     heads = getattr(text_config, "num_key_value_heads", None) or query_heads
     head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // query_heads
     element = 4 if dtype == "float32" else 2
-    return int(2 * text_config.num_hidden_layers * heads * head_dim * element * BLOCK_SIZE)
+    return int(2 * text_config.num_hidden_layers * heads * head_dim * element)

@@ -53,21 +53,25 @@ def _request(line: str, request_id: str, tokenizer: Any, context: int, max_token
         raise ValueError(f"not valid JSON ({error.msg} at column {error.colno}); write one object per line.") from None
     if not isinstance(record, dict):
         raise ValueError('must be a JSON object such as {"prompt": "Hello"}.')
-    if ("prompt" in record) == ("messages" in record):
-        raise ValueError("must have either 'prompt' or 'messages'; add one of them and not both.")
     max_tokens = record.get("max_tokens", max_tokens)
     if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 1:
         raise ValueError(f"'max_tokens' is {max_tokens!r}; it must be a positive integer.")
-    if "prompt" in record:
-        tokens = _prompt_tokens(record["prompt"], tokenizer)
-    else:
-        tokens = _message_tokens(record["messages"], tokenizer)
+    tokens = tokens_of(record, tokenizer)
     if len(tokens) + max_tokens > context:
         raise ValueError(
             f"{len(tokens)} prompt tokens and {max_tokens} output tokens exceed the model's context of "
             f"{context} tokens; shorten the prompt or lower max_tokens."
         )
     return Workload(request_id, tokens, max_tokens)
+
+
+def tokens_of(record: dict[str, Any], tokenizer: Any) -> list[int]:
+    """The prompt's tokens of one line. Raises ValueError, without naming the line."""
+    if ("prompt" in record) == ("messages" in record):
+        raise ValueError("must have either 'prompt' or 'messages'; add one of them and not both.")
+    if "prompt" in record:
+        return _prompt_tokens(record["prompt"], tokenizer)
+    return _message_tokens(record["messages"], tokenizer)
 
 
 def _prompt_tokens(prompt: Any, tokenizer: Any) -> list[int]:

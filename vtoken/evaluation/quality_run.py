@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from vtoken.evaluation.measure import IDLE_STEPS_BEFORE_GIVING_UP, RunError, Snapshot
+from vtoken.evaluation.load import IDLE_STEPS_BEFORE_GIVING_UP, RunError, Snapshot
 from vtoken.evaluation.questions import Question
 from vtoken.evaluation.run_one import Emit, listen, with_engine
 from vtoken.evaluation.workloads import load_tokenizer

@@ -75,7 +75,7 @@ def load_questions(tokenizer: Any, wishes: Wishes) -> tuple[list[Question], str]
         raise ValueError("--needles 0, --documents 0 and --passages 0 leave nothing to ask; raise one of them.")
     directory = data_directory(wishes.data)
     if directory is None:
-        return _from_library(tokenizer, wishes), "questions from the text of Python's library"
+        return library_questions(tokenizer, wishes), "questions from the text of Python's library"
     needles = _from_file(directory / NEEDLE_FILE, _needle, tokenizer, wishes.needles, wishes.max_prompt)
     documents = _from_file(directory / DOCUMENT_FILE, _document, tokenizer, wishes.documents, wishes.max_prompt)
     texts = _from_texts(directory / "text", tokenizer, wishes.passages, min(wishes.max_prompt, PASSAGE_TOKENS))
@@ -164,7 +164,8 @@ def _tokens(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer(text)["input_ids"])
 
 
-def _from_library(tokenizer: Any, wishes: Wishes) -> list[Question]:
+def library_questions(tokenizer: Any, wishes: Wishes) -> list[Question]:
+    """Questions from the text of Python's own library: needles of exactly ``max_prompt`` tokens, and documents."""
     length = min(wishes.max_prompt, max(NEEDLE_PROMPT_TOKENS))
     needles = [
         Question(work.request_id, work.prompt_token_ids[:-1], work.prompt_token_ids[-1:], work.max_tokens, work.answers)

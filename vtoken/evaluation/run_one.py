@@ -12,7 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 from vtoken.config import VTokenConfig
-from vtoken.evaluation.measure import RunError, RunProgress, measure
+from vtoken.evaluation.load import LoadProgress, RunError
+from vtoken.evaluation.measure import measure
 from vtoken.evaluation.workloads import Workload, load_tokenizer
 
 SECONDS_BETWEEN_REPORTS = 0.2
@@ -27,7 +28,7 @@ def main() -> int:
 
 def listen(run: Callable[[dict[str, Any], Emit], int]) -> int:
     """Read what to run, run it, and return the exit code."""
-    emit = _claim_stdout()
+    emit = claim_stdout()
     spec = json.loads(sys.stdin.readline())
     threading.Thread(target=_end_with_parent, daemon=True).start()
     return run(spec, emit)
@@ -41,7 +42,7 @@ def run(spec: dict[str, Any], emit: Emit) -> int:
         if not spec["workloads"]:
             return
         workloads = [Workload(**work) for work in spec["workloads"]]
-        _warm_up(engine, workloads[0])
+        warm_up(engine, workloads[0])
         tokenizer = load_tokenizer(spec["model"])
         result = measure(
             engine,
@@ -78,17 +79,18 @@ def with_engine(spec: dict[str, Any], emit: Emit, work: Callable[[Any], None]) -
         engine.shutdown()
 
 
-def _warm_up(engine: Any, work: Workload) -> None:
-    engine.add_request("warm-up", work.prompt_token_ids[:16], 2)
+def warm_up(engine: Any, work: Workload, tokens: int = 16) -> None:
+    """What only the first request pays for is paid for."""
+    engine.add_request("warm-up", work.prompt_token_ids[:tokens], 2)
     while engine.has_unfinished():
         engine.step()
 
 
-def _rarely(report: Callable[[RunProgress], None]) -> Callable[[RunProgress], None]:
+def _rarely(report: Callable[[LoadProgress], None]) -> Callable[[LoadProgress], None]:
     """Pass on one report in every ``SECONDS_BETWEEN_REPORTS``, and the last one."""
     due = 0.0
 
-    def maybe(progress: RunProgress) -> None:
+    def maybe(progress: LoadProgress) -> None:
         nonlocal due
         if time.monotonic() >= due or not progress.running:
             due = time.monotonic() + SECONDS_BETWEEN_REPORTS
@@ -97,7 +99,7 @@ def _rarely(report: Callable[[RunProgress], None]) -> Callable[[RunProgress], No
     return maybe
 
 
-def _claim_stdout() -> Emit:
+def claim_stdout() -> Emit:
     """Keep stdout for events alone: whatever else this process prints goes to stderr."""
     channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)

@@ -45,12 +45,13 @@ NEEDLE_QUESTION = (
 
 @dataclass(frozen=True)
 class Workload:
-    """One request: its prompt, how many tokens to produce and, for a needle, the answers that count."""
+    """One request: its prompt, how many tokens to produce, for a needle the answers that count, and own settings."""
 
     request_id: str
     prompt_token_ids: list[int]
     max_tokens: int
     answers: list[str] | None = None
+    extra_args: dict[str, Any] | None = None
 
     @property
     def total_tokens(self) -> int:

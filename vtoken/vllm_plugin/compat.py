@@ -357,15 +357,26 @@ def _beside_scores(available: int, runner: Any) -> int:
     return int(available * cached / (cached + scored))
 
 
-def _live_slots(runner: Any, req_ids: list[str]) -> int:
-    table = runner.vtoken.table
-    slots, _ = table.live_slots(req_id for req_id in req_ids if req_id in table)
-    return slots
+class EvictingWorker:
+    """What engines ask of a worker by name, mixed into vLLM's."""
 
+    model_runner: Any
 
-def _plain_traces(runner: Any) -> dict[str, dict[str, Any]]:
-    traces: dict[str, Trace] = runner.vtoken.take_traces()
-    return {req_id: asdict(trace) for req_id, trace in traces.items()}
+    def determine_available_memory(self) -> int:
+        return _beside_scores(super().determine_available_memory(), self.model_runner)  # type: ignore[misc]
+
+    def take_vtoken_traces(self) -> dict[str, dict[str, Any]]:
+        traces: dict[str, Trace] = self.model_runner.vtoken.take_traces()
+        return {req_id: asdict(trace) for req_id, trace in traces.items()}
+
+    def count_vtoken_live_slots(self, req_ids: list[str]) -> int:
+        table = self.model_runner.vtoken.table
+        slots, _ = table.live_slots(req_id for req_id in req_ids if req_id in table)
+        return int(slots)
+
+    def count_vtoken_live_per_block(self, req_ids: list[str]) -> dict[str, list[int]]:
+        table = self.model_runner.vtoken.table
+        return {req_id: table.live_per_block(req_id) for req_id in req_ids if req_id in table}
 
 
 if current_platform.is_cpu():
@@ -375,7 +386,7 @@ if current_platform.is_cpu():
     class VTokenCPUModelRunner(EvictingRunner, CPUModelRunner):
         """vLLM's CPU runner, evicting."""
 
-    class VTokenCPUWorker(cpu_worker.CPUWorker):
+    class VTokenCPUWorker(EvictingWorker, cpu_worker.CPUWorker):
         """vLLM's CPU worker with our runner."""
 
         def init_device(self) -> None:
@@ -387,14 +398,6 @@ if current_platform.is_cpu():
             finally:
                 cpu_worker.CPUModelRunner = stock
 
-        def determine_available_memory(self) -> int:
-            return _beside_scores(super().determine_available_memory(), self.model_runner)
-
-        def take_vtoken_traces(self) -> dict[str, dict[str, Any]]:
-            return _plain_traces(self.model_runner)
-
-        def count_vtoken_live_slots(self, req_ids: list[str]) -> int:
-            return _live_slots(self.model_runner, req_ids)
 
 else:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -402,17 +405,8 @@ else:
     class VTokenGPUModelRunner(EvictingRunner, GPUModelRunner):
         """vLLM's V1 GPU runner, evicting. Not yet run on hardware."""
 
-    class VTokenGPUWorker(Worker):
+    class VTokenGPUWorker(EvictingWorker, Worker):
         """vLLM's GPU worker with our runner. Not yet run on hardware."""
 
         def _make_model_runner(self) -> Any:
             return VTokenGPUModelRunner(self.vllm_config, self.device)
-
-        def determine_available_memory(self) -> int:
-            return _beside_scores(super().determine_available_memory(), self.model_runner)
-
-        def take_vtoken_traces(self) -> dict[str, dict[str, Any]]:
-            return _plain_traces(self.model_runner)
-
-        def count_vtoken_live_slots(self, req_ids: list[str]) -> int:
-            return _live_slots(self.model_runner, req_ids)

@@ -161,6 +161,20 @@ class Engine:
             blocks_reclaimed=stats.blocks_reclaimed if stats else 0,
         )
 
+    def live_per_block(self) -> dict[str, list[int]]:
+        """For each running request, how many live tokens every block that it holds has, in order."""
+        scheduler = self._scheduler
+        running = {request.request_id: request for request in scheduler.running}
+        if getattr(scheduler, "vtoken", None) is not None:
+            counts = self._engine.collective_rpc("count_vtoken_live_per_block", args=(list(running),))[0]
+        else:
+            manager = scheduler.kv_cache_manager.coordinator.single_type_managers[0]
+            counts, size = {}, self.block_size
+            for req_id, request in running.items():
+                starts = range(0, len(manager.req_to_blocks[req_id]) * size, size)
+                counts[req_id] = [min(max(request.num_computed_tokens - start, 0), size) for start in starts]
+        return {self._external_id.get(req_id, req_id): counts[req_id] for req_id in running if req_id in counts}
+
     def take_traces(self) -> dict[str, Trace]:
         """Traces by request id, and forget them. Needs ``VTokenConfig(record_trace=True)``.
 

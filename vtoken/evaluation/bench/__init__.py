@@ -1,0 +1,1 @@
+"""The evaluation: one experiment per file, behind ``vtoken bench``."""

