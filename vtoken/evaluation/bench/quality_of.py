@@ -11,12 +11,18 @@ from typing import Any
 
 from vtoken.config import RequestOptions, VTokenConfig
 from vtoken.evaluation.bench.engines import RunningEngine
+from vtoken.evaluation.bench.tables import Cell, Column
 from vtoken.evaluation.load import RunError
 from vtoken.evaluation.questions import Question
 from vtoken.vllm_plugin.engine import FORCED_TOKENS_PROCESSOR
 
 ASK = "vtoken.evaluation.bench.quality_of:ask"
 NUM_BLOCKS = 256
+QUALITY_COLUMNS = [
+    Column("needles found (native)"),
+    Column("log-likelihood against native, nats per token", 3, signed=True),
+]
+"""For a table, beside what was gained; filled by ``quality_cells``."""
 
 
 class QualityOf:
@@ -98,6 +104,12 @@ class QualityOf:
         if config is None:
             self._known["native"] = found
         return found
+
+
+def quality_cells(quality: dict[str, Any]) -> list[Cell]:
+    """What ``QualityOf`` returned, under ``QUALITY_COLUMNS``."""
+    found = f"{quality['needles_found']} ({quality['native_needles_found']}) of {quality['needles']}"
+    return [found, quality["log_likelihood_change"]]
 
 
 def ask(engine: Any, questions: list[dict[str, Any]], extra_args: dict[str, Any]) -> dict[str, Any]:
