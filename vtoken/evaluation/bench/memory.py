@@ -30,7 +30,7 @@ MODES: dict[str, dict[str, Any]] = {
     "pack": {"low_watermark": 1.0, "check_interval": 1, "headroom": 0.1},
     "fill": {},
 }
-LOGITS = {"logits_processors": [FORCED_TOKENS_PROCESSOR]}
+LOGITS: dict[str, Any] = {"logits_processors": [FORCED_TOKENS_PROCESSOR]}
 PAPER_UTILIZATION = 0.219
 PAPER_FEWER = 0.272
 TITLE = f"Blocks held in steady decoding, budget {BUDGET:g} of the prompt, the same victims and outputs in all three"
@@ -218,16 +218,14 @@ def distinct(workloads: Sequence[Workload]) -> list[Workload]:
 
 
 def _recording(bench: Bench) -> RunningEngine:
-    config = VTokenConfig(
-        policy="streaming_llm", budget=BUDGET, request_policies={name: {} for name in POLICIES}, record_trace=True
-    )
-    return bench.engine(config, **LOGITS)
+    options: dict[str, Any] = {"request_policies": POLICIES, "record_trace": True}
+    return bench.engine(VTokenConfig(policy="streaming_llm", budget=BUDGET, **options), **LOGITS)
 
 
 def _replaying(bench: Bench, mode: str, victims: Path, longest: int) -> RunningEngine:
     """Its own budget is one that no request exceeds: each says itself when it evicts, and has victims in the file."""
-    options = {"policy": POLICY, "policy_options": {"file": str(victims)}, "reclaim": mode, **MODES[mode]}
-    return bench.engine(VTokenConfig(budget=max(longest, 1024), **options), **LOGITS)
+    options: dict[str, Any] = {"policy_options": {"file": str(victims)}, "reclaim": mode, **MODES[mode]}
+    return bench.engine(VTokenConfig(policy=POLICY, budget=max(longest, 1024), **options), **LOGITS)
 
 
 def _forced(work: Workload, outputs: list[int]) -> Workload:
