@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 BUDGET = 0.5
 EVICTING = ("h2o", "scissorhands", "random")
-MODES: dict[str, dict[str, Any]] = {
+REPLAYING: dict[str, dict[str, Any]] = {
     "none": {},
     # Whenever there is anything to pack: what it can reach, however much memory happens to be free.
     "pack": {"low_watermark": 1.0, "check_interval": 1, "headroom": 0.1},
-    "fill": {},
 }
+MODES = (*REPLAYING, "fill")
 LOGITS: dict[str, Any] = {"logits_processors": [FORCED_TOKENS_PROCESSOR]}
 PAPER_UTILIZATION = 0.219
 PAPER_FEWER = 0.272
@@ -66,21 +66,22 @@ class Memory(Experiment):
             with bench.progress("memory", len(EVICTING) * len(MODES)) as tick:
                 for policy in EVICTING:
                     asked = [replace(work, extra_args={"vtoken.policy": policy}) for work in works]
-                    found = _recording(bench).do(
+                    recorded = _recording(bench).do(
                         WATCH_BLOCKS, workloads=as_arguments(asked), record=str(victims), outputs=True
                     )
-                    outputs = found["outputs"]
+                    outputs = recorded.pop("outputs")
+                    runs.append({"policy": policy, "mode": "fill", "same_outputs": True, **recorded})
+                    tick()
                     again = [_forced(work, outputs[work.request_id]) for work in works]
-                    for mode in MODES:
-                        if mode != "fill":
-                            engine = _replaying(bench, mode, victims, longest)
-                            found = engine.do(WATCH_BLOCKS, workloads=as_arguments(again), outputs=True)
+                    for mode in REPLAYING:
+                        engine = _replaying(bench, mode, victims, longest)
+                        found = engine.do(WATCH_BLOCKS, workloads=as_arguments(again), outputs=True)
                         same = found.pop("outputs") == outputs
                         runs.append({"policy": policy, "mode": mode, "same_outputs": same, **found})
                         tick()
         for run in runs:
             run["quality"] = bench.quality_of(run["policy"], BUDGET)
-        return runs
+        return sorted(runs, key=lambda run: (EVICTING.index(run["policy"]), MODES.index(run["mode"])))
 
     def tables(self, runs: Sequence[Run]) -> list[Table]:
         columns = [
@@ -224,7 +225,7 @@ def _recording(bench: Bench) -> RunningEngine:
 
 def _replaying(bench: Bench, mode: str, victims: Path, longest: int) -> RunningEngine:
     """Its own budget is one that no request exceeds: each says itself when it evicts, and has victims in the file."""
-    options: dict[str, Any] = {"policy_options": {"file": str(victims)}, "reclaim": mode, **MODES[mode]}
+    options: dict[str, Any] = {"policy_options": {"file": str(victims)}, "reclaim": mode, **REPLAYING[mode]}
     return bench.engine(VTokenConfig(policy=POLICY, budget=max(longest, 1024), **options), **LOGITS)
 
 
