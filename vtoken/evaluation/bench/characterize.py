@@ -207,7 +207,10 @@ def _trapped(run: Run) -> float:
 
 
 def _one_per_workload(runs: Sequence[Run]) -> list[Run]:
-    return list({run["workload"]: run for run in reversed(runs)}.values())[::-1]
+    first: dict[str, Run] = {}
+    for run in runs:
+        first.setdefault(run["workload"], run)
+    return list(first.values())
 
 
 def _used(run: Run) -> str:

@@ -215,7 +215,10 @@ def _checks(policy: str, runs: Sequence[Run]) -> list[Check]:
 
 def distinct(workloads: Sequence[Workload]) -> list[Workload]:
     """The first of those with equal prompts: recorded victims are told apart by prompt."""
-    return list({tuple(work.prompt_token_ids): work for work in reversed(workloads)}.values())[::-1]
+    first: dict[tuple[int, ...], Workload] = {}
+    for work in workloads:
+        first.setdefault(tuple(work.prompt_token_ids), work)
+    return list(first.values())
 
 
 def _recording(bench: Bench) -> RunningEngine:

@@ -22,8 +22,8 @@ class Points:
 
     @property
     def vtoken(self) -> VTokenConfig:
-        """Whatever it is, the plugin is loaded."""
-        return VTokenConfig(policy=POLICY, budget=0.5)
+        """Any: it only says that the plugin is loaded."""
+        return VTokenConfig(**self.points[0]["settings"])
 
     def to_json(self) -> dict[str, Any]:
         return {"points": self.points}
