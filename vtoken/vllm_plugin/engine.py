@@ -19,13 +19,17 @@ FORCED_TOKENS_PROCESSOR = "vtoken.vllm_plugin.forced_tokens:ForcedTokens"
 
 @dataclass(frozen=True)
 class Progress:
-    """A request after a step in which it produced a token. ``logprobs`` holds one table per output token."""
+    """A request after a step in which it produced a token.
+
+    ``logprobs`` holds one table per output token; ``cached_tokens`` of the prompt came from the prefix cache.
+    """
 
     request_id: str
     token_ids: list[int]
     finished: bool
     finish_reason: str | None
     logprobs: list[dict[int, float]] | None
+    cached_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -130,6 +134,7 @@ class Engine:
                     output.finished,
                     completion.finish_reason,
                     None if tables is None else [{t: entry.logprob for t, entry in row.items()} for row in tables],
+                    output.num_cached_tokens,
                 )
             )
         return progress

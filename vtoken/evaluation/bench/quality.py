@@ -14,7 +14,7 @@ from vtoken.evaluation.bench.engines import RunningEngine
 from vtoken.evaluation.bench.figures import COLOURS, FURTHER, new_figure
 from vtoken.evaluation.bench.intervals import Interval
 from vtoken.evaluation.bench.load import as_arguments
-from vtoken.evaluation.bench.quality_of import ENGINE, offering
+from vtoken.evaluation.bench.quality_of import ENGINE_ARGS, offering
 from vtoken.evaluation.bench.quality_task import ANSWER_AND_WRITE
 from vtoken.evaluation.bench.requests import BenchRequests
 from vtoken.evaluation.bench.tables import Column, Table
@@ -92,7 +92,7 @@ class Quality(Experiment):
         paired = [(policy, budget) for policy, budget in settings if policy in sizes.paired]
         variants = [("native", None, None), *(("fill", *setting) for setting in settings)]
         variants += [("none", *setting) for setting in paired]
-        arguments = dict(ENGINE)
+        arguments = dict(ENGINE_ARGS)
         if not bench.quick:  # prompts are computed once for all settings: h2o alone needs every query again
             arguments |= {"num_blocks": 768, "max_model_len": 2048, "max_num_seqs": 96, "enable_prefix_caching": True}
         runs: list[Run] = []

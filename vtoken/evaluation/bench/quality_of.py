@@ -11,18 +11,24 @@ from typing import Any
 
 from vtoken.config import RequestOptions, VTokenConfig
 from vtoken.evaluation.bench.engines import RunningEngine
+from vtoken.evaluation.bench.tables import Cell, Column
 from vtoken.evaluation.load import RunError
 from vtoken.evaluation.questions import Question
 from vtoken.vllm_plugin.engine import FORCED_TOKENS_PROCESSOR
 
 ASK = "vtoken.evaluation.bench.quality_of:ask"
-ENGINE: dict[str, Any] = {
+ENGINE_ARGS: dict[str, Any] = {
     "num_blocks": 256,
     "max_model_len": 1024,
     "logits_processors": [FORCED_TOKENS_PROCESSOR],
     "logprobs_mode": "raw_logprobs",
 }
-"""Arguments of the engines that are asked."""
+"""Of the engines that are asked; an experiment with the same ones shares them."""
+QUALITY_COLUMNS = [
+    Column("needles found (native)"),
+    Column("log-likelihood against native, nats per token", 3, signed=True),
+]
+"""For a table, beside what was gained; filled by ``quality_cells``."""
 
 
 class QualityOf:
@@ -77,7 +83,7 @@ class QualityOf:
     def _ask(self, config: VTokenConfig | None, extra_args: dict[str, Any]) -> dict[str, Any]:
         if config is None and "native" in self._known:
             return self._known["native"]
-        engine = self._engine(config, **ENGINE)
+        engine = self._engine(config, **ENGINE_ARGS)
         told = engine.do(ASK, questions=[asdict(question) for question in self._questions], extra_args=extra_args)
         if config is not None and told["tokens_evicted"] == 0:
             raise RuntimeError(f"nothing was evicted under {extra_args}, so there is no quality to tell")
@@ -97,6 +103,12 @@ class QualityOf:
         if config is None:
             self._known["native"] = found
         return found
+
+
+def quality_cells(quality: dict[str, Any]) -> list[Cell]:
+    """What ``QualityOf`` returned, under ``QUALITY_COLUMNS``."""
+    found = f"{quality['needles_found']} ({quality['native_needles_found']}) of {quality['needles']}"
+    return [found, quality["log_likelihood_change"]]
 
 
 def in_words(quality: Mapping[str, Any]) -> str:
