@@ -56,11 +56,14 @@ def runs() -> list[dict[str, Any]]:
 def test_bursts_are_found_where_all_forget_at_once() -> None:
     slow = pytest.approx(3.0), pytest.approx(2.0)
     median = pytest.approx(100.0)
-    assert bursts_of(run("fill", DENSE)) == [Burst(5, 0.1875, 0, median, slow[0]), Burst(9, 0.25, 0, median, slow[1])]
+    assert bursts_of(run("fill", DENSE)) == [
+        Burst(5, 0.1875, 0, 0.0, median, slow[0]),
+        Burst(9, 0.25, 0, 0.0, median, slow[1]),
+    ]
     first, second = bursts_of(run("none", TRAPPED))
     # F is 0.35, 0.3, 0.25 from the first one on, and 0.55, 0.5, 0.45 from the second, when the run ends.
-    assert (first.step, first.peak_waste, first.recovery) == (5, pytest.approx(0.35), 2)
-    assert (second.step, second.peak_waste, second.recovery) == (9, pytest.approx(0.55), None)
+    assert (first.step, first.peak_waste, first.recovery, first.above) == (5, pytest.approx(0.35), 2, 0.5)
+    assert (second.step, second.peak_waste, second.recovery, second.above) == (9, pytest.approx(0.55), None, 1.0)
 
 
 def test_a_request_that_ends_or_comes_is_no_burst() -> None:
@@ -75,11 +78,11 @@ def test_each_variant_has_a_row(runs: list[dict[str, Any]]) -> None:
     none, fill, again = table.rows
     assert list(none[:3]) == ["naive eviction (none)", 2, 32]
     assert none[3] == pytest.approx(0.55)
-    assert list(none[4:8]) == ["2, not before the next (1 of 2)", 10, 0, 0]
-    assert list(fill[:8]) == ["vtoken, fill", 2, 32, 0.25, "0", 10, 7, 4]
-    assert fill[8] == pytest.approx(100.0)
+    assert list(none[4:9]) == ["2, not before the next (1 of 2)", 0.75, 10, 0, 0]
+    assert list(fill[:9]) == ["vtoken, fill", 2, 32, 0.25, "0", 0.0, 10, 7, 4]
+    assert fill[9] == pytest.approx(100.0)
     # Two bursts, 3 and 2: mean 2.5, deviation 1 / sqrt(2), t(0.975, 1) = 12.7062.
-    assert fill[9] == Interval(pytest.approx(2.5), pytest.approx(2.5 - 6.3531), pytest.approx(2.5 + 6.3531), 2)
+    assert fill[10] == Interval(pytest.approx(2.5), pytest.approx(2.5 - 6.3531), pytest.approx(2.5 + 6.3531), 2)
     assert again[0] == "vtoken, fill (A/A)"
     assert "forgets 8 tokens" in table.note and "4 of 6 hidden numbers found (full cache: 6)" in table.note
     assert "-0.125 nats per token" in table.note

@@ -105,6 +105,7 @@ class Bursty(Experiment):
             Column("tokens evicted"),
             Column("peak F after a burst", 1, percent=True),
             Column("steps until F is at most theta_F"),
+            Column("of all steps, above it", percent=True),
             Column("peak blocks"),
             Column("tokens moved"),
             Column("blocks handed back"),
@@ -122,6 +123,7 @@ class Bursty(Experiment):
                     mine[0]["tokens_evicted"],
                     max((burst.peak_waste for burst in bursts), default=None),
                     _recovery(bursts),
+                    float(np.mean([burst.above for burst in bursts])) if bursts else None,
                     max(run["peak_blocks"] for run in mine),
                     mine[0]["tokens_moved"],
                     mine[0]["blocks_reclaimed"],
@@ -220,6 +222,7 @@ class Burst:
         step: that evicted, 0-based.
         peak_waste: largest F from there to the next one.
         recovery: steps until F was at most theta_F, 0 if at once; None if it never was before the next one.
+        above: share of the steps from there to the next one after which F was above theta_F.
         median_ms: of the steps before it, since the last one.
         slowest: of the ``AFTER`` steps from it on, as a multiple of that.
     """
@@ -227,6 +230,7 @@ class Burst:
     step: int
     peak_waste: float
     recovery: int | None
+    above: float
     median_ms: float
     slowest: float
 
@@ -270,6 +274,7 @@ def bursts_of(run: Run) -> list[Burst]:
                 step,
                 float(waste[step:after].max()),
                 int(low[0]) if len(low) else None,
+                1 - len(low) / (after - step),
                 median,
                 float(times[step : min(step + AFTER, after)].max()) / median,
             )
