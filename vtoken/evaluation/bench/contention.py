@@ -86,7 +86,7 @@ class Contention(Experiment):
             Column("p95 step, busy, ms", 1),
             Column("busy / quiet, p95", 2),
             Column("host waits for copies, quiet", 2, percent=True),
-            Column("busy", 2, percent=True),
+            Column("the same, busy", 2, percent=True),
             Column("tokens evicted"),
         ]
         rows: list[list[Any]] = []
@@ -142,11 +142,12 @@ class Contention(Experiment):
                 high = [max(value.high - value.median, 0.0) for value in found]
                 if any(low + high):
                     axes.errorbar(at, heights, [low, high], fmt="none", ecolor="black", elinewidth=1, capsize=2)
-                for x, height in zip(at, heights, strict=True):
-                    axes.annotate(state, (x, height), (0, 2), textcoords="offset points", ha="left", fontsize=7)
+                ink = "white" if state == QUIET else "black"
+                for x in at:
+                    axes.annotate(state, (x, 0), (0, 3), textcoords="offset points", ha="center", fontsize=7, color=ink)
             axes.set_xticks(range(len(names)), [NAMES[variant].replace(", ", ",\n") for variant in names])
-            axes.set(ylabel=unit)
-        throughput.set(title="Throughput, with and without unrelated work on each core")
+            axes.set(ylabel=unit, ylim=(0, None))
+        throughput.set(title="Throughput beside unrelated work")
         steps.set(title="95th percentile of a decode step")
         return figure
 
