@@ -37,8 +37,8 @@ def test_table() -> None:
 def test_conclusion() -> None:
     chat, long = Characterize().conclusion(RUNS).splitlines()
     assert chat == (
-        "chat (2, 300 tokens): of the 10.0 blocks that a request holds on average, 6.0 (60%) are trapped under h2o, the "
-        "most, and 50% of 8.0 under random, the least: as many would be free if what is alive lay together."
+        "chat (2, 300 tokens): of the 10.0 blocks that a request holds on average, 6.0 (60%) are trapped under h2o, "
+        "the most, and 50% of 8.0 under random, the least: as many would be free if what is alive lay together."
     )
     assert long.startswith("long (2, 300 tokens): of the 16.0 blocks")
 

@@ -58,6 +58,7 @@ def count(settings: dict[str, Any], block_size: int, lengths: list[int], outputs
         num_blocks=2 * len(lengths) * -(-longest // block_size),
         block_size=block_size,
         max_model_len=longest,
+        max_num_seqs=len(lengths),
         max_num_batched_tokens=max(sum(lengths), longest),
     )
     for n, length in enumerate(lengths):
