@@ -14,6 +14,8 @@ from vtoken.evaluation.bench.prefix import FULL, OFF, Prefix, _groups
 from vtoken.evaluation.bench.prefix_task import run_groups
 
 NATIVE = {
+    "kind": "model",
+    "outputs": 12,
     "degree": 2,
     "mode": "native",
     "half": 64,
@@ -27,19 +29,25 @@ NATIVE = {
     "tokens_evicted": 0,
     "tokens_moved": 0,
     "preemptions": 0,
+    "quality": SEEN,
 }
-RUNS = [
+MODEL = [
     NATIVE,
     *(
-        {**NATIVE, "mode": mode, "blocks_per_request": blocks, "tokens_evicted": 300, "quality": SEEN}
+        {**NATIVE, "mode": mode, "blocks_per_request": blocks, "tokens_evicted": 300}
         for mode, blocks in (("none", 8.0), ("pack", 6.0), ("fill", 4.0))
     ),
 ]
 
+COUNTED = [{**run, "kind": "counted", "half": 8192, "block_size": 16, "hits": [0, 8192, 0, 8192]} for run in MODEL]
+RUNS = MODEL + COUNTED
 
-def test_table() -> None:
-    (table,) = Prefix().tables(RUNS)
-    assert table.shown() == [["2", "128", "128", "8.0", "6.0", "4.0", "-25 %", "-50 %", *SHOWN]]
+
+def test_tables() -> None:
+    model, counted = Prefix().tables(RUNS)
+    assert model.shown() == [["2", "128", "128", "8.0", "6.0", "4.0", "-25 %", "-50 %", *SHOWN]]
+    assert counted.shown() == [["2", "16,384", "16,384", "8.0", "6.0", "4.0", "-25 %", "-50 %"]]
+    assert "8,192 shared + 8,192 private + 12 generated tokens, blocks of 16" in counted.note
 
 
 def test_hits_that_differ_are_shown() -> None:
@@ -50,19 +58,19 @@ def test_hits_that_differ_are_shown() -> None:
 
 def test_all_checks_hold() -> None:
     checks = Prefix().checks(RUNS)
-    assert len(checks) == 3 * 4 + 1 and all(check.held for check in checks)
+    assert len(checks) == (3 * 4 + 1) + (3 * 2 + 1) and all(check.held for check in checks)
 
 
 @pytest.mark.parametrize(
     ("name", "value", "failing"),
     [
-        ("tokens_evicted", 0, "2 sharing, fill: tokens evicted, preemptions"),
-        ("preemptions", 1, "2 sharing, fill: tokens evicted, preemptions"),
-        ("hits", [0, 64, 0, 32], "2 sharing, fill: tokens of each prompt from the cache"),
-        ("probe_hits", [64, 32], "2 sharing, fill: what later requests take from the cache"),
-        ("probe_outputs", [[5, -1.25], [7, -0.5]], "2 sharing, fill: shared blocks untouched"),
-        ("probe_outputs", [[5, -1.25], [6, -0.502]], "2 sharing, fill: shared blocks untouched"),
-        ("blocks_per_request", 5.8, "2 sharing, fill: blocks per request against none"),
+        ("tokens_evicted", 0, "model, 2 sharing, fill: tokens evicted, preemptions"),
+        ("preemptions", 1, "model, 2 sharing, fill: tokens evicted, preemptions"),
+        ("hits", [0, 64, 0, 32], "model, 2 sharing, fill: tokens of each prompt from the cache"),
+        ("probe_hits", [64, 32], "model, 2 sharing, fill: what later requests take from the cache"),
+        ("probe_outputs", [[5, -1.25], [7, -0.5]], "model, 2 sharing, fill: shared blocks untouched"),
+        ("probe_outputs", [[5, -1.25], [6, -0.502]], "model, 2 sharing, fill: shared blocks untouched"),
+        ("blocks_per_request", 5.8, "model, 2 sharing, fill: blocks per request against none"),
     ],
 )
 def test_each_check_can_fail(name: str, value: Any, failing: str) -> None:
@@ -72,9 +80,17 @@ def test_each_check_can_fail(name: str, value: Any, failing: str) -> None:
     assert failed.startswith(failing)
 
 
+def test_counted_hits_are_held_against_native() -> None:
+    runs = copy.deepcopy(RUNS)
+    runs[7]["hits"] = [0, 8192, 0, 8176]
+    failed = [check.what for check in Prefix().checks(runs) if not check.held]
+    assert failed == ["counted, 2 sharing, fill: tokens of each prompt from the cache"]
+
+
 def test_figure() -> None:
-    blocks, hits = Prefix().figure(RUNS).axes
+    blocks, counted, hits = Prefix().figure(RUNS).axes
     assert [list(line.get_ydata()) for line in blocks.get_lines()] == [[8.0], [6.0], [4.0]]
+    assert counted.get_title() == "no model, counted: 8,192 + 8,192 tokens, blocks of 16"
     assert [bar.get_height() for bar in hits.patches] == [128, 128]
 
 

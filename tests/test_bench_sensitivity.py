@@ -7,6 +7,7 @@ import pytest
 from block_engine import SEEN, SHOWN
 
 from vtoken.config import VTokenConfig
+from vtoken.evaluation.bench.counted import count, run
 from vtoken.evaluation.bench.sensitivity import (
     AGAIN,
     DEFAULT,
@@ -17,7 +18,6 @@ from vtoken.evaluation.bench.sensitivity import (
     _counted_points,
     _timed_points,
 )
-from vtoken.evaluation.bench.sensitivity_task import Points, count, run
 
 COUNTED = {
     "kind": "counted",
@@ -77,7 +77,7 @@ def test_tables() -> None:
     default, again, low = clocked.shown()
     # Mean 11 of 10 and 12, sample deviation sqrt(2), t(0.975, 1) = 12.7062: 12.7062 * sqrt(2) / sqrt(2).
     assert default == [DEFAULT, "", "fill", "4.0", "5.0 %", "9", "11.0 (-1.7 to 23.7)", "", "100.0", *SHOWN]
-    assert again[7] == "1.010 (1.010 to 1.010)"
+    assert again[7] == "1.010"
     assert low[:4] == ["eviction ratio", "0.3", "fill", "6.0"] and low[7] == "0.500"
 
 
@@ -141,7 +141,13 @@ def test_blocks_are_counted_without_a_model() -> None:
 def test_points_are_told_in_order() -> None:
     asked = {"settings": {"budget": 0.5}, "lengths": [96], "outputs": 4}
     events: list[dict[str, Any]] = []
-    points = Points([{**asked, "block_size": size} for size in (32, 16)])
-    assert run(points.to_json(), lambda **event: events.append(event)) == 0
+    points = [{**asked, "block_size": size} for size in (32, 16)]
+    assert run({"points": points}, lambda **event: events.append(event)) == 0
     assert [event["blocks_per_request"] for event in events] == [2.0, 3.0]
-    assert points.vtoken.policy == "snapkv"
+
+
+def test_prompts_that_share_their_beginning_hit_the_cache() -> None:
+    found = count(None, 16, [64] * 4, 4, shared=32, degree=2)
+    assert found["hits"] == [0, 32, 0, 32] and found["tokens_evicted"] == 0
+    # Two blocks are shared by two, and three more of its own hold what a request has beyond 32 tokens.
+    assert found["blocks_per_request"] == (2 * 2 + 4 * 3) / 4

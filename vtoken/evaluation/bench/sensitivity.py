@@ -7,15 +7,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from vtoken.config import VTokenConfig
 from vtoken.evaluation.bench.base import Check, Experiment, Run
 from vtoken.evaluation.bench.bench import POLICIES, Bench
+from vtoken.evaluation.bench.counted import POLICY as COUNTED_POLICY
+from vtoken.evaluation.bench.counted import count_all
 from vtoken.evaluation.bench.engines import RunningEngine
 from vtoken.evaluation.bench.figures import COLOURS, LABELS, MARKERS, new_figure
 from vtoken.evaluation.bench.intervals import interval, ratio
 from vtoken.evaluation.bench.load import RUN_LOAD, as_arguments
 from vtoken.evaluation.bench.quality_of import ENGINE_ARGS, QUALITY_COLUMNS, quality_cells
-from vtoken.evaluation.bench.sensitivity_task import COMMAND, Points
-from vtoken.evaluation.bench.sensitivity_task import POLICY as COUNTED_POLICY
 from vtoken.evaluation.bench.tables import Cell, Column, Table
-from vtoken.evaluation.child import run_child
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -278,16 +277,10 @@ def _counted(bench: Bench, sizes: Sizes) -> list[Run]:
         }
         for point in points
     ]
-    found: list[Run] = []
     with bench.progress("sensitivity, counted", len(points)) as tick:
-
-        def take(event: Run) -> None:
-            about = {"lengths": list(sizes.lengths), "outputs": sizes.counted_outputs, **_about(points[len(found)])}
-            found.append({"kind": "counted", **about, **{key: event[key] for key in event if key != "event"}})
-            tick()
-
-        run_child(Points(asked), take, COMMAND)
-    return found
+        found = count_all(asked, tick)
+    about = {"kind": "counted", "lengths": list(sizes.lengths), "outputs": sizes.counted_outputs}
+    return [{**about, **_about(point), **counts} for point, counts in zip(points, found, strict=True)]
 
 
 def _counted_points(sizes: Sizes) -> Iterator[Point]:
