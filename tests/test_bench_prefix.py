@@ -90,7 +90,7 @@ def test_counted_hits_are_held_against_native() -> None:
 def test_figure() -> None:
     blocks, counted, hits = Prefix().figure(RUNS).axes
     assert [list(line.get_ydata()) for line in blocks.get_lines()] == [[8.0], [6.0], [4.0]]
-    assert counted.get_title() == "no model, counted: 8,192 + 8,192 tokens, blocks of 16"
+    assert counted.get_title() == "counted: 8,192 + 8,192 tokens, blocks of 16"
     assert [bar.get_height() for bar in hits.patches] == [128, 128]
 
 
@@ -99,9 +99,9 @@ def test_groups_share_their_first_half_and_nothing_else() -> None:
     firsts = []
     for degree, group in groups.items():
         assert len(group.prompts) == 8 and len(group.probes) == 8 // degree
-        halves = [tuple(prompt[:128]) for prompt in group.prompts]
+        halves = [tuple(prompt[:64]) for prompt in group.prompts]
         assert halves == [half for half in dict.fromkeys(halves) for _ in range(degree)]
-        assert [tuple(probe[:128]) for probe in group.probes] == list(dict.fromkeys(halves))
+        assert [tuple(probe[:64]) for probe in group.probes] == list(dict.fromkeys(halves))
         assert len({tuple(prompt) for prompt in [*group.prompts, *group.probes]}) == 8 + 8 // degree
         firsts += dict.fromkeys(halves)
     assert len(set(firsts)) == 8 + 4 + 2 + 1

@@ -60,7 +60,7 @@ class Sizes:
     counted_block_size: int = 16
 
 
-FULL = Sizes(requests=8, degrees=(1, 2, 4, 8), half=128, outputs=64, counted_half=8192)
+FULL = Sizes(requests=8, degrees=(1, 2, 4, 8), half=64, outputs=48, counted_half=8192)
 QUICK = Sizes(requests=4, degrees=(1, 4), half=64, outputs=12, counted_half=1024)
 
 
@@ -120,25 +120,25 @@ class Prefix(Experiment):
         return [*tables, Table("Counted without a model, at the paper's size", COLUMNS, _rows(counted), note)]
 
     def figure(self, runs: Sequence[Run]) -> "Figure":
-        figure, axes = new_figure(columns=3, width=4.0)
+        figure, axes = new_figure(columns=3, width=4.4)
         for axis, kind in zip(axes, (MODEL, COUNTED), strict=False):
             of = _of_kind(runs, kind)
             degrees = _degrees(of)
             for mode in MODES:
                 held = [_by_mode(of, degree)[mode]["blocks_per_request"] for degree in degrees]
                 axis.plot(range(len(degrees)), held, color=COLOURS[mode], marker=MARKERS[mode], label=LABELS[mode])
-            about = "the model" if kind == MODEL else "no model, counted"
+            about = "model" if kind == MODEL else "counted"
             half, size = of[0]["half"], of[0]["block_size"]
             axis.set(title=f"{about}: {half:,} + {half:,} tokens, blocks of {size}", ylabel="blocks per request")
-            axis.set_ylim(0, None)
+            axis.set_ylim(0, 1.1 * axis.dataLim.y1)
         axes[0].legend()
         of = _of_kind(runs, MODEL)
         degrees = _degrees(of)
         for place, mode in ((-0.2, NATIVE), (0.2, "fill")):
             hits = [sum(_by_mode(of, degree)[mode]["hits"]) for degree in degrees]
             axes[2].bar([n + place for n in range(len(degrees))], hits, 0.38, color=COLOURS[mode], label=LABELS[mode])
-        axes[2].set(title="the model: prompt tokens from the prefix cache", ylabel="tokens of all requests")
-        axes[2].legend()
+        axes[2].set(title="model: tokens from the prefix cache", ylabel="tokens of all requests")
+        axes[2].legend(loc="upper left")
         for axis in axes:
             axis.set_xticks(range(len(degrees)), degrees)
             axis.set_xlabel("requests that share the first half of their prompts")

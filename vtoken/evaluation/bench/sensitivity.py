@@ -148,9 +148,9 @@ class Sensitivity(Experiment):
                 upper.plot(values, tokens, label=LABELS[mode], **look)
                 lower.plot(values, [100 * run["waste_ratio"] for run in points], **look)
             upper.set(title=parameter, ylabel="blocks per request" if size else "slots held per request")
-            lower.set(xlabel=parameter, ylabel="F, %", ylim=(0, None))
-            upper.set_ylim(0, None)
+            lower.set(xlabel=parameter, ylabel="F, %")
             for axis in (upper, lower):
+                axis.set_ylim(0, 1.1 * axis.dataLim.y1)
                 axis.axvline(DEFAULTS[parameter], color="grey", linewidth=0.8, linestyle=":")
         figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=len(COLOURS))
         figure.suptitle("What does each setting change? (one at a time; dotted: the default)")
