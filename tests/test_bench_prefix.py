@@ -50,6 +50,13 @@ def test_tables() -> None:
     assert "8,192 shared + 8,192 private + 12 generated tokens, blocks of 16" in counted.note
 
 
+def test_a_mode_that_was_not_run_is_left_out() -> None:
+    runs = [run for run in RUNS if run["kind"] == "counted" or run["mode"] != "pack"]
+    assert Prefix().tables(runs)[0].shown() == [["2", "128", "128", "8.0", "", "4.0", "", "-50 %", *SHOWN]]
+    assert len(Prefix().checks(runs)) == (2 * 4 + 1) + (3 * 2 + 1)
+    assert len(Prefix().figure(runs).axes[0].get_lines()) == 2
+
+
 def test_hits_that_differ_are_shown() -> None:
     runs = copy.deepcopy(RUNS)
     runs[2]["hits"] = [0, 64, 0, 32]

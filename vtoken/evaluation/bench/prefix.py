@@ -49,9 +49,10 @@ COLUMNS = [
 class Sizes:
     """Each prompt has ``half`` tokens in common with the others of its group, and as many of its own.
 
-    ``counted_half`` is that of the counts without a model, at blocks of ``counted_block_size``.
+    ``modes`` are those of the model; ``counted_half`` is that of the counts without a model, at blocks of ``counted_block_size``.
     """
 
+    modes: tuple[str, ...]
     requests: int
     degrees: tuple[int, ...]
     half: int
@@ -60,8 +61,8 @@ class Sizes:
     counted_block_size: int = 16
 
 
-FULL = Sizes(requests=8, degrees=(1, 2, 4, 8), half=64, outputs=48, counted_half=8192)
-QUICK = Sizes(requests=4, degrees=(1, 4), half=64, outputs=12, counted_half=1024)
+FULL = Sizes(tuple(MODES), requests=8, degrees=(1, 2, 4, 8), half=64, outputs=48, counted_half=8192)
+QUICK = Sizes(("none", "fill"), requests=4, degrees=(1, 4), half=64, outputs=12, counted_half=1024)
 
 
 @dataclass(frozen=True)
@@ -84,8 +85,8 @@ class Prefix(Experiment):
         sizes = QUICK if bench.quick else FULL
         groups = _groups(bench, sizes)
         runs = _counted(bench, sizes)
-        with bench.progress("prefix", (1 + len(MODES)) * len(sizes.degrees)) as tick:
-            for mode in (NATIVE, *MODES):
+        with bench.progress("prefix", (1 + len(sizes.modes)) * len(sizes.degrees)) as tick:
+            for mode in (NATIVE, *sizes.modes):
                 engine = _engine(bench, mode, 2 * sizes.half * sizes.requests)
                 for degree in sizes.degrees:
                     found = engine.do(
@@ -124,7 +125,7 @@ class Prefix(Experiment):
         for axis, kind in zip(axes, (MODEL, COUNTED), strict=False):
             of = _of_kind(runs, kind)
             degrees = _degrees(of)
-            for mode in MODES:
+            for mode in _modes(of):
                 held = [_by_mode(of, degree)[mode]["blocks_per_request"] for degree in degrees]
                 axis.plot(range(len(degrees)), held, color=COLOURS[mode], marker=MARKERS[mode], label=LABELS[mode])
             about = "model" if kind == MODEL else "counted"
@@ -151,7 +152,7 @@ class Prefix(Experiment):
             of_kind = _of_kind(runs, kind)
             for degree in _degrees(of_kind):
                 of, name = _by_mode(of_kind, degree), f"{kind}, {degree} sharing"
-                for mode in MODES:
+                for mode in _modes(of_kind):
                     checks += _checks(f"{name}, {mode}", of[mode], of[NATIVE])
                     if kind == MODEL:
                         checks += _probe_checks(f"{name}, {mode}", of[mode], of[NATIVE])
@@ -219,13 +220,19 @@ def _against_none(of: dict[str, Run], mode: str) -> float:
 def _rows(runs: Sequence[Run]) -> list[list[Cell]]:
     """Under ``COLUMNS``, one per degree."""
     rows: list[list[Cell]] = []
+    modes = _modes(runs)
     for degree in _degrees(runs):
         of = _by_mode(runs, degree)
-        hits = dict.fromkeys(sum(of[mode]["hits"]) for mode in MODES)
-        blocks = [of[mode]["blocks_per_request"] for mode in MODES]
-        against = [_against_none(of, mode) for mode in ("pack", "fill")]
+        hits = dict.fromkeys(sum(of[mode]["hits"]) for mode in modes)
+        blocks = [of[mode]["blocks_per_request"] if mode in modes else None for mode in MODES]
+        against = [_against_none(of, mode) if mode in modes else None for mode in ("pack", "fill")]
         rows.append([degree, sum(of[NATIVE]["hits"]), " / ".join(f"{n:,}" for n in hits), *blocks, *against])
     return rows
+
+
+def _modes(runs: Sequence[Run]) -> list[str]:
+    """Those that were run, in their usual order."""
+    return [mode for mode in MODES if any(run["mode"] == mode for run in runs)]
 
 
 def _load(run: Run) -> str:

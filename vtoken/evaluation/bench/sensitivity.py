@@ -77,7 +77,7 @@ QUICK = Sizes(
     requests=2,
     prompt=96,
     outputs=6,
-    timed={"eviction ratio": (0.3,), "score interval": (8,)},
+    timed={"eviction ratio": (0.3,)},
 )
 
 
