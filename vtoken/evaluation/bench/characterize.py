@@ -33,7 +33,7 @@ TYPICAL = "h2o"
 
 @dataclass(frozen=True)
 class Sizes:
-    """``policies`` are asked for; ``own`` prompts at most of a user's file; long prompts have 1,024 to ``longest`` tokens."""
+    """``own`` prompts at most of a user's file; long prompts have 1,024 to ``longest`` tokens."""
 
     policies: tuple[str, ...]
     chat: int

@@ -49,7 +49,7 @@ COLUMNS = [
 class Sizes:
     """Each prompt has ``half`` tokens in common with the others of its group, and as many of its own.
 
-    ``modes`` are those of the model; ``counted_half`` is that of the counts without a model, at blocks of ``counted_block_size``.
+    ``modes`` are those of the model; ``counted_half`` and ``counted_block_size`` are for the counts without one.
     """
 
     modes: tuple[str, ...]
