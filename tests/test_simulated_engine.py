@@ -47,20 +47,14 @@ def step(engine: Any) -> PoolSnapshot:
 
 @pytest.mark.parametrize("reclaim", ["native", "none", "pack", "fill"])
 def test_a_model_would_hold_the_same_blocks(tiny_gqa: Path, reclaim: str) -> None:
-    args = {
-        "num_gpu_blocks_override": NUM_BLOCKS + 1,
-        "kv_cache_memory_bytes": None,
-        "skip_tokenizer_init": True,
-        **SIZES,
-    }
-    with running(tiny_gqa, settings(reclaim), **args) as real:
+    args = {"num_gpu_blocks_override": NUM_BLOCKS + 1, "skip_tokenizer_init": True, "gpu_memory_utilization": 0.1}
+    with running(tiny_gqa, settings(reclaim), **SIZES, **args) as real:
         assert real.num_blocks == NUM_BLOCKS
         found = drive(real)
     ours = drive(simulated(settings(reclaim)))
     assert ours == found
-    assert max(one.held_blocks for one in found) >= NUM_BLOCKS - 4
     assert (found[-1].tokens_evicted > 300) == (reclaim != "native")
-    assert (found[-1].preemptions > 0) == (reclaim in ("native", "none"))
+    assert (found[-1].preemptions > 0) == (reclaim == "native")
     assert (found[-1].tokens_moved > 0) == (reclaim in ("pack", "fill"))
     others = [one for one in ("native", "none", "pack", "fill") if one != reclaim]
     assert all(drive(simulated(settings(other))) != found for other in others)

@@ -4,7 +4,7 @@ Whatever the way of reclaiming, the same tokens are attended, so one engine answ
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from statistics import fmean
 from typing import Any
@@ -68,8 +68,7 @@ class QualityOf:
             native = self._ask(None, {})
             of_engine = {name: value for name, value in settings.items() if name not in RequestOptions.model_fields}
             of_request = {name: value for name, value in settings.items() if name in RequestOptions.model_fields}
-            on_offer: dict[str, dict[str, Any]] = {name: {} for name in self._policies}
-            config = VTokenConfig(policy="streaming_llm", budget=0.5, request_policies=on_offer, **of_engine)
+            config = offering(self._policies, **of_engine)
             asked = {"policy": policy, "budget": budget, **of_request}
             found = self._ask(config, {f"vtoken.{name}": value for name, value in asked.items()})
             self._known[key] = {
@@ -112,6 +111,30 @@ def quality_cells(quality: dict[str, Any]) -> list[Cell]:
     return [found, quality["log_likelihood_change"]]
 
 
+def in_words(quality: Mapping[str, Any]) -> str:
+    """What ``QualityOf`` found, as a sentence for a table's note."""
+    return (
+        f"Quality of {quality['policy']} at {quality['budget']:g}, however blocks are reclaimed: "
+        f"{quality['needles_found']} of {quality['needles']} hidden numbers found (full cache: "
+        f"{quality['native_needles_found']}), log-likelihood of running text {quality['log_likelihood_change']:+.3f} "
+        "nats per token against the full cache."
+    )
+
+
+def offering(
+    policies: Sequence[str], options: Mapping[str, dict[str, Any]] | None = None, **settings: Any
+) -> VTokenConfig:
+    """Settings of an engine whose requests name their policy and budget.
+
+    Args:
+        policies: which they may ask for.
+        options: of policies, by name.
+        settings: further ones, of ``VTokenConfig``.
+    """
+    on_offer = {name: (options or {}).get(name, {}) for name in policies}
+    return VTokenConfig(policy="streaming_llm", budget=0.5, request_policies=on_offer, **settings)
+
+
 def ask(engine: Any, questions: list[dict[str, Any]], extra_args: dict[str, Any]) -> dict[str, Any]:
     """Ask all questions at once.
 
@@ -124,22 +147,35 @@ def ask(engine: Any, questions: list[dict[str, Any]], extra_args: dict[str, Any]
     before = engine.snapshot().tokens_evicted
     asked = [Question(**question) for question in questions]
     for question in asked:
-        engine.add_request(
-            question.question_id,
-            question.prompt_token_ids,
-            question.max_tokens,
-            logprobs=0,
-            forced_tokens=question.forced,
-            extra_args=extra_args or None,
-        )
+        submit(engine, question, extra_args)
+    last = finish(engine)
+    answers = [answer(question, last.get(question.question_id)) for question in asked]
+    return {"answers": answers, "tokens_evicted": engine.snapshot().tokens_evicted - before}
+
+
+def submit(engine: Any, question: Question, extra_args: dict[str, Any]) -> None:
+    engine.add_request(
+        question.question_id,
+        question.prompt_token_ids,
+        question.max_tokens,
+        logprobs=0,
+        forced_tokens=question.forced,
+        extra_args=extra_args or None,
+    )
+
+
+def finish(engine: Any) -> dict[str, Any]:
+    """Run all requests to their ends; returns each one's last progress."""
     last: dict[str, Any] = {}
     while engine.has_unfinished():
         last |= {entry.request_id: entry for entry in engine.step()}
-    answers = []
-    for question in asked:
-        entry, forced = last.get(question.question_id), len(question.forced)
-        if entry is None or entry.finish_reason != "length" or entry.token_ids[:forced] != question.forced:
-            raise RunError(f"question {question.question_id} was not answered as it was asked")
-        scores = [row[token] for token, row in zip(entry.token_ids[:forced], entry.logprobs[:forced], strict=True)]
-        answers.append((entry.token_ids, scores))
-    return {"answers": answers, "tokens_evicted": engine.snapshot().tokens_evicted - before}
+    return last
+
+
+def answer(question: Question, entry: Any) -> tuple[list[int], list[float]]:
+    """Output tokens, and the log-likelihood of each forced one. Raises RunError, as ``ask``."""
+    forced = len(question.forced)
+    if entry is None or entry.finish_reason != "length" or entry.token_ids[:forced] != question.forced:
+        raise RunError(f"question {question.question_id} was not answered as it was asked")
+    scores = [row[token] for token, row in zip(entry.token_ids[:forced], entry.logprobs[:forced], strict=True)]
+    return entry.token_ids, scores
