@@ -1,7 +1,7 @@
 """OpenVINO GenAI, run by an interpreter of its own that has it; imports nothing of vtoken or vLLM.
 
 A JSON line on stdin says which pipeline, each further one is a load; one JSON line on stdout answers each. See
-``openvino.OpenVINOEngine`` for the other side.
+``openvino_engine.OpenVINOEngine`` for the other side.
 """
 
 import json

@@ -11,7 +11,7 @@ from vtoken.evaluation.bench import peers_report as report
 from vtoken.evaluation.bench.base import Check, Experiment, Run
 from vtoken.evaluation.bench.bench import QUICK_REPEATS, Bench
 from vtoken.evaluation.bench.load import RUN_LOAD, as_arguments
-from vtoken.evaluation.bench.openvino import Eviction, OpenVINOEngine, PipelineSpec, check_interpreter, export
+from vtoken.evaluation.bench.openvino_engine import Eviction, OpenVINOEngine, PipelineSpec, check_interpreter, export
 from vtoken.evaluation.bench.tables import Table
 from vtoken.evaluation.plan import BLOCK_SIZE
 from vtoken.evaluation.workloads import Workload, needle_requests

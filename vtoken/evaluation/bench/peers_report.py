@@ -115,11 +115,11 @@ def _speed(runs: Sequence[Run]) -> Table:
     again = _ratio(runs, AGAIN, NATIVE, min(_batches(runs)))
     repeats = len(_timed(runs, NATIVE, min(_batches(runs))))
     note = (
-        f"Median and 95 % interval of {repeats} interleaved repeats, ratios paired by repeat. Prompts of {about['prompt']:,} tokens, {about['outputs']} output tokens each, all at once; "
-        f"{about['num_blocks']} blocks of {BLOCK_SIZE} tokens for all, which is five full requests; budget "
-        f"{about['budget']} tokens; float32 throughout but for the line that says 8-bit. OpenVINO GenAI {openvino}: "
-        f"{_settings(runs)}. Two engines of the same kind (native vLLM) differ by {again.median:.3f} "
-        f"({again.low:.3f} to {again.high:.3f})."
+        f"Median and 95 % interval of {repeats} interleaved repeats, ratios paired by repeat. Prompts of "
+        f"{about['prompt']:,} tokens, {about['outputs']} output tokens each, all at once; {about['num_blocks']} blocks "
+        f"of {BLOCK_SIZE} tokens for all, which is five full requests; budget {about['budget']} tokens; float32 "
+        f"throughout but for the line that says 8-bit. OpenVINO GenAI {openvino}: {_settings(runs)}. Two engines of "
+        f"the same kind (native vLLM) differ by {again.median:.3f} ({again.low:.3f} to {again.high:.3f})."
     )
     title = f"Output tokens/s on the KV cache of five full requests, budget {about['budget']}"
     return Table(title, columns, rows, note)
@@ -170,7 +170,7 @@ def _price(runs: Sequence[Run]) -> Table:
         one, two = _outputs(runs, variant), _outputs(runs, other)
         lengths = [(len(a), len(b)) for a, b in zip(one, two, strict=True)]
         found = compare_texts(_as_texts(one), _as_texts(two), lengths)
-        first = median(_common(a, b) for a, b in zip(one, two, strict=True))
+        first = float(median(_common(a, b) for a, b in zip(one, two, strict=True)))
         same = f"{found.identical} of {found.requests}"
         rows.append([LABELS[variant], LABELS[other], found.rouge_l, same, first, _needles(runs, variant)])
     about = _engine(runs, NATIVE)
