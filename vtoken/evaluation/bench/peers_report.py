@@ -38,10 +38,10 @@ BLOCK_SIZE = 32
 
 
 def measured_at(batch: int, batches: Sequence[int]) -> list[str]:
-    """The variants of a batch: the 8-bit cache in the middle one alone, the second native engine in the smallest."""
-    here = [variant for variant in VARIANTS if variant not in (OPENVINO_U8, AGAIN)]
-    here += [OPENVINO_U8] if batch == batches[len(batches) // 2] else []
-    return here + ([AGAIN] if batch == min(batches) else [])
+    """The variants of a batch: what is there for reference is run in one of them alone."""
+    middle = batches[len(batches) // 2]
+    once = {OPENVINO: middle, OPENVINO_U8: middle, AGAIN: min(batches)}
+    return [variant for variant in VARIANTS if once.get(variant, batch) == batch]
 
 
 def tables(runs: Sequence[Run]) -> list[Table]:
@@ -58,13 +58,14 @@ def figure(runs: Sequence[Run]) -> "Figure":
     batches, middle = _batches(runs), _middle(runs)
     width = 0.8 / len(SHADES)
     for place, (variant, shade) in enumerate(SHADES.items()):
-        found = [interval(_values(runs, variant, batch)) for batch in batches]
-        at = [n + (place - (len(SHADES) - 1) / 2) * width for n in range(len(batches))]
-        heights = [one.median for one in found]
+        found = {n: _values(runs, variant, batch) for n, batch in enumerate(batches)}
+        bars = {n: interval(values) for n, values in found.items() if values}
+        at = [n + (place - (len(SHADES) - 1) / 2) * width for n in bars]
         spread = [
-            [max(one.median - one.low, 0.0) for one in found],
-            [max(one.high - one.median, 0.0) for one in found],
+            [max(bar.median - bar.low, 0.0) for bar in bars.values()],
+            [max(bar.high - bar.median, 0.0) for bar in bars.values()],
         ]
+        heights = [bar.median for bar in bars.values()]
         left.bar(at, heights, width, yerr=spread, color=shade, label=LABELS[variant], capsize=2)
     left.set_xticks(range(len(batches)), [str(batch) for batch in batches])
     left.set_xlabel("requests that come at once")
