@@ -85,7 +85,7 @@ class Peers(Experiment):
                     runs.append({"kind": "engine", "variant": variant, **vars(sizes), **about})
                     tick()
             # First, so that the timed runs find every engine warm.
-            runs += _looks(bench, sizes, works[: sizes.middle], engines)
+            runs += _looks(bench, sizes, works[: min(sizes.batches)], engines)
             for batch in sizes.batches:
                 turns = bench.interleaved(report.measured_at(batch, sizes.batches), f"peers: batch {batch}", repeats)
                 for repeat, variant in turns:

@@ -29,9 +29,9 @@ LABELS = {
 SHADES = {
     NATIVE: COLOURS["native"],
     "streaming_llm": COLOURS["fill"],
-    "snapkv": COLOURS["pack"],
+    "snapkv": FURTHER[2],
     OPENVINO: FURTHER[1],
-    OPENVINO_EVICTING: COLOURS["none"],
+    OPENVINO_EVICTING: FURTHER[0],
 }
 AIM = 1.7
 BLOCK_SIZE = 32
@@ -68,6 +68,7 @@ def figure(runs: Sequence[Run]) -> "Figure":
         heights = [bar.median for bar in bars.values()]
         left.bar(at, heights, width, yerr=spread, color=shade, label=LABELS[variant], capsize=2)
     left.set_xticks(range(len(batches)), [str(batch) for batch in batches])
+    left.set_ylim(bottom=0)
     left.set_xlabel("requests that come at once")
     left.set_ylabel("output tokens/s")
     left.set_title(f"Who produces most on {_blocks(runs)} blocks of KV cache?")
