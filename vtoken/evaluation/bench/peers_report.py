@@ -68,7 +68,7 @@ def figure(runs: Sequence[Run]) -> "Figure":
         heights = [bar.median for bar in bars.values()]
         left.bar(at, heights, width, yerr=spread, color=shade, label=LABELS[variant], capsize=2)
     left.set_xticks(range(len(batches)), [str(batch) for batch in batches])
-    left.set_ylim(bottom=0)
+    left.set_ylim(0, 1.45 * left.dataLim.ymax)  # room for the legend
     left.set_xlabel("requests that come at once")
     left.set_ylabel("output tokens/s")
     left.set_title(f"Who produces most on {_blocks(runs)} blocks of KV cache?")
