@@ -4,7 +4,7 @@ import copy
 from typing import Any
 
 import pytest
-from block_engine import SEEN, SHOWN
+from block_engine import SEEN, SHOWN, StubBench
 
 from vtoken.config import VTokenConfig
 from vtoken.evaluation.bench.counted import count, run
@@ -151,3 +151,25 @@ def test_prompts_that_share_their_beginning_hit_the_cache() -> None:
     assert found["hits"] == [0, 32, 0, 32] and found["tokens_evicted"] == 0
     # Two blocks are shared by two, and three more of its own hold what a request has beyond 32 tokens.
     assert found["blocks_per_request"] == (2 * 2 + 4 * 3) / 4
+
+
+def test_default_and_settings_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    def count_all(points: list[dict[str, Any]], tick: Any) -> list[dict[str, Any]]:
+        return [{"blocks_per_request": 3.0, "tokens_evicted": 9, "preemptions": 0} for _ in points]
+
+    monkeypatch.setattr("vtoken.evaluation.bench.sensitivity.count_all", count_all)
+    bench = StubBench()
+    runs = Sensitivity().measure(bench)
+    assert [run["parameter"] for run in runs if run["kind"] == "counted"][:2] == ["block size", "block size"]
+    turns = [(run["repeat"], run["parameter"], run["budget"]) for run in runs if run["kind"] == "timed"]
+    assert turns == [
+        (0, DEFAULT, 0.5),
+        (0, AGAIN, 0.5),
+        (0, "eviction ratio", 0.7),
+        (1, AGAIN, 0.5),
+        (1, "eviction ratio", 0.7),
+        (1, DEFAULT, 0.5),
+    ]
+    # The ratio is the request's own setting; only the pair of equal ones takes two engines.
+    assert [spec.copy for spec in bench.specs] == [0, 1]
+    assert all("quality" in run for run in runs if run["kind"] == "timed" and run["repeat"] == 0)
