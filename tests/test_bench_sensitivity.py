@@ -149,8 +149,8 @@ def test_points_are_told_in_order() -> None:
 def test_prompts_that_share_their_beginning_hit_the_cache() -> None:
     found = count(None, 16, [64] * 4, 4, shared=32, degree=2)
     assert found["hits"] == [0, 32, 0, 32] and found["tokens_evicted"] == 0
-    # Two blocks are shared by two, and three more of its own hold what a request has beyond 32 tokens.
-    assert found["blocks_per_request"] == (2 * 2 + 4 * 3) / 4
+    # Two blocks are shared by two; beyond them a request has two of its own for its prompt, and then one more.
+    assert found["blocks_per_request"] == pytest.approx((3 + 4 + 4) / 3)
 
 
 def test_default_and_settings_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
