@@ -61,6 +61,8 @@ class SimulatedEngine:
         self._settings = RequestSettings(config) if config is not None else None
         self._block_hasher = block_hasher
         self._pool = scheduler.kv_cache_manager.block_pool
+        (manager,) = scheduler.kv_cache_manager.coordinator.single_type_managers
+        self._blocks = manager.req_to_blocks
         self.block_size: int = scheduler.block_size
         self.max_model_len: int = scheduler.max_model_len
 
@@ -135,10 +137,13 @@ class SimulatedEngine:
     def abort(self, request_id: str) -> None:
         self.scheduler.finish_requests([request_id], RequestStatus.FINISHED_ABORTED)
 
+    def num_blocks_of(self, request_id: str) -> int:
+        """How many blocks a request holds."""
+        return len(self._blocks.get(request_id, ()))
+
     def blocks_of(self, request_id: str) -> list[int]:
-        """Ids of the blocks that a request holds, in the order of its positions."""
-        (manager,) = self.scheduler.kv_cache_manager.coordinator.single_type_managers
-        return [block.block_id for block in manager.req_to_blocks.get(request_id, [])]
+        """Their ids, in the order of its positions."""
+        return [block.block_id for block in self._blocks.get(request_id, ())]
 
     def snapshot(self) -> PoolSnapshot:
         """The pool after the last step. Looks at every block that a running request holds."""
