@@ -7,7 +7,7 @@ import pytest
 from block_engine import SEEN, SHOWN, StubBench
 
 from vtoken.config import VTokenConfig
-from vtoken.evaluation.bench.counted import count, run
+from vtoken.evaluation.bench.counted import count, count_all
 from vtoken.evaluation.bench.sensitivity import (
     AGAIN,
     DEFAULT,
@@ -140,10 +140,9 @@ def test_blocks_are_counted_without_a_model() -> None:
 
 def test_points_are_told_in_order() -> None:
     asked = {"settings": {"budget": 0.5}, "lengths": [96], "outputs": 4}
-    events: list[dict[str, Any]] = []
-    points = [{**asked, "block_size": size} for size in (32, 16)]
-    assert run({"points": points}, lambda **event: events.append(event)) == 0
-    assert [event["blocks_per_request"] for event in events] == [2.0, 3.0]
+    ticks: list[None] = []
+    found = count_all([{**asked, "block_size": size} for size in (32, 16)], lambda: ticks.append(None))
+    assert [counts["blocks_per_request"] for counts in found] == [2.0, 3.0] and len(ticks) == 2
 
 
 def test_prompts_that_share_their_beginning_hit_the_cache() -> None:
