@@ -4,10 +4,10 @@ import copy
 from typing import Any
 
 import pytest
-from block_engine import SEEN, SHOWN
+from block_engine import SEEN, SHOWN, StubBench
 
 from vtoken.config import VTokenConfig
-from vtoken.evaluation.bench.counted import count, run
+from vtoken.evaluation.bench.counted import count, count_all
 from vtoken.evaluation.bench.sensitivity import (
     AGAIN,
     DEFAULT,
@@ -140,14 +140,35 @@ def test_blocks_are_counted_without_a_model() -> None:
 
 def test_points_are_told_in_order() -> None:
     asked = {"settings": {"budget": 0.5}, "lengths": [96], "outputs": 4}
-    events: list[dict[str, Any]] = []
-    points = [{**asked, "block_size": size} for size in (32, 16)]
-    assert run({"points": points}, lambda **event: events.append(event)) == 0
-    assert [event["blocks_per_request"] for event in events] == [2.0, 3.0]
+    ticks: list[None] = []
+    found = count_all([{**asked, "block_size": size} for size in (32, 16)], lambda: ticks.append(None))
+    assert [counts["blocks_per_request"] for counts in found] == [2.0, 3.0] and len(ticks) == 2
 
 
 def test_prompts_that_share_their_beginning_hit_the_cache() -> None:
     found = count(None, 16, [64] * 4, 4, shared=32, degree=2)
     assert found["hits"] == [0, 32, 0, 32] and found["tokens_evicted"] == 0
-    # Two blocks are shared by two, and three more of its own hold what a request has beyond 32 tokens.
-    assert found["blocks_per_request"] == (2 * 2 + 4 * 3) / 4
+    # Two blocks are shared by two; beyond them a request has two of its own for its prompt, and then one more.
+    assert found["blocks_per_request"] == pytest.approx((3 + 4 + 4) / 3)
+
+
+def test_default_and_settings_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    def count_all(points: list[dict[str, Any]], tick: Any) -> list[dict[str, Any]]:
+        return [{"blocks_per_request": 3.0, "tokens_evicted": 9, "preemptions": 0} for _ in points]
+
+    monkeypatch.setattr("vtoken.evaluation.bench.sensitivity.count_all", count_all)
+    bench = StubBench()
+    runs = Sensitivity().measure(bench)
+    assert [run["parameter"] for run in runs if run["kind"] == "counted"][:2] == ["block size", "block size"]
+    turns = [(run["repeat"], run["parameter"], run["budget"]) for run in runs if run["kind"] == "timed"]
+    assert turns == [
+        (0, DEFAULT, 0.5),
+        (0, AGAIN, 0.5),
+        (0, "eviction ratio", 0.7),
+        (1, AGAIN, 0.5),
+        (1, "eviction ratio", 0.7),
+        (1, DEFAULT, 0.5),
+    ]
+    # The ratio is the request's own setting; only the pair of equal ones takes two engines.
+    assert [spec.copy for spec in bench.specs] == [0, 1]
+    assert all("quality" in run for run in runs if run["kind"] == "timed" and run["repeat"] == 0)

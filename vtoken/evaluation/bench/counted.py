@@ -1,31 +1,21 @@
-"""Block counts of vLLM's real scheduler and block pool without a model, in a process of their own."""
+"""Block counts of vLLM's real scheduler and block pool without a model."""
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from vtoken.config import VTokenConfig
-from vtoken.evaluation.child import run_child
-from vtoken.evaluation.run_one import Emit, listen
+from vtoken.evaluation.bench.base import Run
+from vtoken.evaluation.bench.simulations import simulate
 
-COMMAND = (sys.executable, "-m", "vtoken.evaluation.bench.counted")
 POLICY = "random"
 """Victims anywhere in the prompt, without a look at the model: the hardest case for whole blocks."""
 
 
-def count_all(points: Sequence[dict[str, Any]], tick: Callable[[], None]) -> list[dict[str, Any]]:
+def count_all(points: Sequence[dict[str, Any]], tick: Callable[[], None]) -> list[Run]:
     """What ``count`` returns for each of the points, its arguments; ``tick`` is called for each that is done."""
-    found: list[dict[str, Any]] = []
-
-    def take(event: dict[str, Any]) -> None:
-        found.append({name: value for name, value in event.items() if name != "event"})
-        tick()
-
-    run_child(_Points(list(points)), take, COMMAND)
-    return found
+    return simulate(count, points, tick)
 
 
 def count(
@@ -35,7 +25,7 @@ def count(
     outputs: int,
     shared: int = 0,
     degree: int = 1,
-) -> dict[str, Any]:
+) -> Run:
     """Run requests on a pool with room for all, and count after every step in which all of them decode.
 
     Args:
@@ -85,22 +75,6 @@ def count(
     }
 
 
-def run(spec: dict[str, Any], emit: Emit) -> int:
-    """Emit a "counted" event for each point, in order; returns the exit code."""
-    for point in spec["points"]:
-        emit(event="counted", **count(**point))
-    return 0
-
-
-@dataclass(frozen=True)
-class _Points:
-    points: list[dict[str, Any]]
-    vtoken: VTokenConfig | None = None  # without the plugin; a simulated engine loads what it needs
-
-    def to_json(self) -> dict[str, Any]:
-        return {"points": self.points}
-
-
 def _prompts(lengths: Sequence[int], shared: int, degree: int) -> Iterator[tuple[str, list[int]]]:
     rng = np.random.default_rng(0)
     common: list[int] = []
@@ -108,7 +82,3 @@ def _prompts(lengths: Sequence[int], shared: int, degree: int) -> Iterator[tuple
         if n % degree == 0:
             common = rng.integers(1, 1 << 15, shared).tolist()
         yield f"request-{n}", common + rng.integers(1, 1 << 15, length - shared).tolist()
-
-
-if __name__ == "__main__":
-    sys.exit(listen(run))
