@@ -56,11 +56,14 @@ def runs() -> list[dict[str, Any]]:
 def test_bursts_are_found_where_all_forget_at_once() -> None:
     slow = pytest.approx(3.0), pytest.approx(2.0)
     median = pytest.approx(100.0)
-    assert bursts_of(run("fill", DENSE)) == [Burst(5, 0.1875, 0, median, slow[0]), Burst(9, 0.25, 0, median, slow[1])]
+    assert bursts_of(run("fill", DENSE)) == [
+        Burst(5, 0.1875, 0, 0.0, median, slow[0]),
+        Burst(9, 0.25, 0, 0.0, median, slow[1]),
+    ]
     first, second = bursts_of(run("none", TRAPPED))
     # F is 0.35, 0.3, 0.25 from the first one on, and 0.55, 0.5, 0.45 from the second, when the run ends.
-    assert (first.step, first.peak_waste, first.recovery) == (5, pytest.approx(0.35), 2)
-    assert (second.step, second.peak_waste, second.recovery) == (9, pytest.approx(0.55), None)
+    assert (first.step, first.peak_waste, first.recovery, first.above) == (5, pytest.approx(0.35), 2, 0.5)
+    assert (second.step, second.peak_waste, second.recovery, second.above) == (9, pytest.approx(0.55), None, 1.0)
 
 
 def test_a_request_that_ends_or_comes_is_no_burst() -> None:
@@ -75,11 +78,11 @@ def test_each_variant_has_a_row(runs: list[dict[str, Any]]) -> None:
     none, fill, again = table.rows
     assert list(none[:3]) == ["naive eviction (none)", 2, 32]
     assert none[3] == pytest.approx(0.55)
-    assert list(none[4:8]) == ["2, not before the next (1 of 2)", 10, 0, 0]
-    assert list(fill[:8]) == ["vtoken, fill", 2, 32, 0.25, "0", 10, 7, 4]
-    assert fill[8] == pytest.approx(100.0)
+    assert list(none[4:9]) == ["2, not before the next (1 of 2)", 0.75, 10, 0, 0]
+    assert list(fill[:9]) == ["vtoken, fill", 2, 32, 0.25, "0", 0.0, 10, 7, 4]
+    assert fill[9] == pytest.approx(100.0)
     # Two bursts, 3 and 2: mean 2.5, deviation 1 / sqrt(2), t(0.975, 1) = 12.7062.
-    assert fill[9] == Interval(pytest.approx(2.5), pytest.approx(2.5 - 6.3531), pytest.approx(2.5 + 6.3531), 2)
+    assert fill[10] == Interval(pytest.approx(2.5), pytest.approx(2.5 - 6.3531), pytest.approx(2.5 + 6.3531), 2)
     assert again[0] == "vtoken, fill (A/A)"
     assert "forgets 8 tokens" in table.note and "4 of 6 hidden numbers found (full cache: 6)" in table.note
     assert "-0.125 nats per token" in table.note
@@ -90,8 +93,9 @@ def test_each_variant_has_a_row(runs: list[dict[str, Any]]) -> None:
 def test_bursts_are_paired_by_repeat(runs: list[dict[str, Any]]) -> None:
     later = [run("fill", DENSE, 1, (0.4, 0.4)), run("none", TRAPPED, 1, (0.4, 0.4))]
     # However the runs come: 3 / 1.5, 2 / 1, 4 / 4, 4 / 4.
-    found = ratios([later[1], *runs, later[0]])["fill / none"]
-    assert (found.median, found.repeats) == (pytest.approx(2**0.5), 4)
+    found = ratios([later[1], *runs, later[0]])
+    assert (found["fill / none"].median, found["fill / none"].repeats) == (pytest.approx(2**0.5), 4)
+    assert found["fill / the same again (A/A)"].repeats == 2  # which was run once
 
 
 def verdicts(runs: list[dict[str, Any]]) -> dict[str, tuple[bool, str, str]]:
@@ -106,7 +110,7 @@ def test_checks(runs: list[dict[str, Any]]) -> None:
         # Closest after the first decode step: 34 of 40 slots, 17 tokens each, 0.15 - 4 / 21.
         "fill: F less S/(n+S), at most, over all steps": (True, "must", "-0.0405"),
         "fill: F is at most theta_F when the step of a burst ends": (True, "aim", "4"),
-        "slowest step after a burst, fill / none": (False, "aim", "2.00"),
+        "slowest step after a burst, fill / none": (False, "aim", "2.00 (2.00 to 2.00)"),
     }
 
 
@@ -127,6 +131,10 @@ def test_checks_that_fail(runs: list[dict[str, Any]]) -> None:
         "2",
     )
     assert bursts_of(runs[1]) == []
+    found = verdicts(runs)
+    assert found["mass evictions in every run, naive eviction (none)"] == (False, "must", "0")
+    assert "slowest step after a burst, fill / none" not in found
+    assert list(EXPERIMENT.tables(runs)[0].rows[0][3:5]) == [None, ""]
 
 
 def test_the_figure_shows_every_step(runs: list[dict[str, Any]]) -> None:

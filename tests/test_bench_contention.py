@@ -163,13 +163,11 @@ def test_a_burner_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     pinned: list[set[int]] = []
     monkeypatch.setattr(os, "sched_setaffinity", lambda process, cores: pinned.append(cores))
     times = iter([0.0, 1.0, 2.0, 3.0])
-    monkeypatch.setattr(burner.time, "monotonic", lambda: next(times))
-    burn(7, 2.5)  # until the fourth look
+    burn(7, 2.5, times.__next__)  # until the fourth look
     assert pinned == [{7}] and list(times) == []
-    monkeypatch.setattr(burner.time, "monotonic", lambda: 0.0)
     parents = iter([5, 5, 1])
     monkeypatch.setattr(os, "getppid", lambda: next(parents))
-    burn(7, 2.5)  # until whoever started it is gone
+    burn(7, 2.5, lambda: 0.0)  # until whoever started it is gone
     assert list(parents) == []
 
 

@@ -1,6 +1,7 @@
 """What is made of the runs of ``quality``, and that all settings are asked the same."""
 
 import dataclasses
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from engines import prompts, running
 
 from vtoken.evaluation.bench.intervals import Interval
 from vtoken.evaluation.bench.quality import Asked, Quality, ask_all, engine_settings, pairs_of, rouge_l
-from vtoken.evaluation.bench.quality_of import offering
+from vtoken.evaluation.bench.quality_of import finish, offering
 from vtoken.evaluation.bench.quality_task import answer_and_write
 from vtoken.evaluation.load import RunError
 from vtoken.evaluation.questions import Question
@@ -168,6 +169,20 @@ def test_prompts_that_are_computed_once_give_the_same(tiny: Callable[[str], Path
     assert told[0][0]["answers"][1][1] != pytest.approx(told[0][1]["answers"][1][1], abs=1e-4)
 
 
+def test_a_text_ends_where_the_model_ends_it(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    """For this model every even token is an end of text."""
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": list(range(0, EOS, 2))}))
+    work = Workload("w", prompts([40], EOS)[0], 24)
+    arguments = {"skip_tokenizer_init": True, "generation_config": str(tmp_path)}
+    with running(tiny("llama-gqa"), None, **arguments) as engine:
+        engine.add_request("all", work.prompt_token_ids, work.max_tokens)
+        whole = finish(engine)["all"].token_ids
+        (ended,) = answer_and_write(engine, [], [dataclasses.asdict(work)], {})["texts"]
+    assert len(whole) == 24
+    first = next(n for n, token in enumerate(whole) if token % 2 == 0)
+    assert first < 23 and ended == whole[: first + 1]
+
+
 class Told:
     """An engine's process that answers with what it was asked; ``seen`` keeps that."""
 
@@ -218,7 +233,7 @@ def test_the_quick_form_asks_the_engine_that_is_there_anyway() -> None:
     )
 
 
-def test_a_text_may_end_where_the_model_ends_it_and_a_failure_is_told() -> None:
+def test_a_failure_is_told() -> None:
     class Engine:
         def __init__(self, reason: str) -> None:
             self.reason, self.left = reason, 1

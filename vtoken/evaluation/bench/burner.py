@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from vtoken.evaluation.child import end
@@ -46,12 +46,12 @@ def burning(cores: Sequence[int], seconds: float) -> Iterator[list["subprocess.P
             end(burner)
 
 
-def burn(core: int, seconds: float) -> None:
+def burn(core: int, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
     """Count on this core until the time is up or whoever started us is gone."""
     os.sched_setaffinity(0, {core})
-    parent, deadline = os.getppid(), time.monotonic() + seconds
+    parent, deadline = os.getppid(), clock() + seconds
     print("burning", flush=True)
-    while time.monotonic() < deadline and os.getppid() == parent:
+    while clock() < deadline and os.getppid() == parent:
         for _ in range(LOOP):
             pass
 

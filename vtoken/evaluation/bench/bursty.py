@@ -105,6 +105,7 @@ class Bursty(Experiment):
             Column("tokens evicted"),
             Column("peak F after a burst", 1, percent=True),
             Column("steps until F is at most theta_F"),
+            Column("of all steps, above it", percent=True),
             Column("peak blocks"),
             Column("tokens moved"),
             Column("blocks handed back"),
@@ -120,13 +121,14 @@ class Bursty(Experiment):
                     NAMES[variant],
                     len(bursts),
                     mine[0]["tokens_evicted"],
-                    max(burst.peak_waste for burst in bursts),
+                    max((burst.peak_waste for burst in bursts), default=None),
                     _recovery(bursts),
+                    float(np.mean([burst.above for burst in bursts])) if bursts else None,
                     max(run["peak_blocks"] for run in mine),
                     mine[0]["tokens_moved"],
                     mine[0]["blocks_reclaimed"],
-                    float(np.median([burst.median_ms for burst in bursts])),
-                    interval([burst.slowest for burst in bursts]),
+                    float(np.median([burst.median_ms for burst in bursts])) if bursts else None,
+                    interval([burst.slowest for burst in bursts]) if bursts else None,
                 ]
             )
         first = next(run for run in runs if run["variant"] != "quality")
@@ -190,16 +192,16 @@ class Bursty(Experiment):
                 "aim",
             )
         )
-        compared = ratios(runs)[FILL_AGAINST_NONE]
-        checks.append(
-            Check(
-                f"slowest step after a burst, {FILL_AGAINST_NONE}",
-                "not above 1 beyond the interval",
-                Column("", 2).show(compared),
-                compared.low <= 1.0,
-                "aim",
+        if compared := ratios(runs).get(FILL_AGAINST_NONE):
+            checks.append(
+                Check(
+                    f"slowest step after a burst, {FILL_AGAINST_NONE}",
+                    "not above 1 beyond the interval",
+                    Column("", 2).show(compared),
+                    compared.low <= 1.0,
+                    "aim",
+                )
             )
-        )
         return checks
 
 
@@ -220,6 +222,7 @@ class Burst:
         step: that evicted, 0-based.
         peak_waste: largest F from there to the next one.
         recovery: steps until F was at most theta_F, 0 if at once; None if it never was before the next one.
+        above: share of the steps from there to the next one after which F was above theta_F.
         median_ms: of the steps before it, since the last one.
         slowest: of the ``AFTER`` steps from it on, as a multiple of that.
     """
@@ -227,6 +230,7 @@ class Burst:
     step: int
     peak_waste: float
     recovery: int | None
+    above: float
     median_ms: float
     slowest: float
 
@@ -270,6 +274,7 @@ def bursts_of(run: Run) -> list[Burst]:
                 step,
                 float(waste[step:after].max()),
                 int(low[0]) if len(low) else None,
+                1 - len(low) / (after - step),
                 median,
                 float(times[step : min(step + AFTER, after)].max()) / median,
             )
@@ -288,19 +293,21 @@ def most_over_bound(run: Run) -> float:
 
 def ratios(runs: Sequence[Run]) -> dict[str, Interval]:
     """Of the slowest steps after bursts, paired by burst and repeat; only of what was run."""
-    slowest: dict[str, list[float]] = {
-        variant: [
-            burst.slowest
-            for run in sorted((run for run in runs if run["variant"] == variant), key=lambda run: run["repeat"])
-            for burst in bursts_of(run)
-        ]
+    slowest: dict[str, dict[tuple[int, int], float]] = {
+        variant: {
+            (run["repeat"], place): burst.slowest
+            for run in runs
+            if run["variant"] == variant
+            for place, burst in enumerate(bursts_of(run))
+        }
         for variant in variants_of(runs)
     }
-    return {
-        what: ratio(slowest[one], slowest[other])
-        for what, (one, other) in COMPARED.items()
-        if one in slowest and other in slowest
-    }
+    found = {}
+    for what, (one, other) in COMPARED.items():
+        ours, theirs = slowest.get(one, {}), slowest.get(other, {})
+        if both := sorted(ours.keys() & theirs.keys()):
+            found[what] = ratio([ours[key] for key in both], [theirs[key] for key in both])
+    return found
 
 
 def _recovery(bursts: Sequence[Burst]) -> str:

@@ -35,6 +35,7 @@ TYPICAL = "h2o"
 class Sizes:
     """``own`` prompts at most of a user's file; long prompts have 1,024 to ``longest`` tokens."""
 
+    policies: tuple[str, ...]
     chat: int
     long: int
     longest: int
@@ -42,8 +43,8 @@ class Sizes:
     own: int
 
 
-FULL = Sizes(chat=8, long=3, longest=1600, outputs=64, own=16)
-QUICK = Sizes(chat=2, long=1, longest=1400, outputs=8, own=3)
+FULL = Sizes(ASKED, chat=8, long=3, longest=1600, outputs=64, own=16)
+QUICK = Sizes(("h2o", "streaming_llm"), chat=2, long=1, longest=1400, outputs=8, own=3)
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,8 @@ class Characterize(Experiment):
     question: ClassVar[str] = "What is trapped in the cache: how full are the blocks that eviction alone leaves behind?"
 
     def measure(self, bench: Bench) -> list[Run]:
-        samples = _samples(bench, QUICK if bench.quick else FULL)
+        sizes = QUICK if bench.quick else FULL
+        samples = _samples(bench, sizes)
         longest = max([MAX_MODEL_LEN, *(work.total_tokens for sample in samples for work in sample.works)])
         # Whoever finds no room waits until there is some.
         blocks = max(BLOCKS, 2 * -(-longest // BLOCK_SIZE))
@@ -70,14 +72,14 @@ class Characterize(Experiment):
         config = VTokenConfig(policy="streaming_llm", budget=BUDGET, **options)
         engine = bench.engine(config, num_blocks=blocks, max_model_len=longest)
         runs: list[Run] = []
-        with bench.progress("characterize", len(samples) * len(ASKED)) as tick:
+        with bench.progress("characterize", len(samples) * len(sizes.policies)) as tick:
             for sample in samples:
                 about = {
                     "workload": sample.name,
                     "available": sample.available,
                     "prompt_tokens": sum(len(work.prompt_token_ids) for work in sample.works),
                 }
-                for policy in ASKED:
+                for policy in sizes.policies:
                     asked = [replace(work, extra_args={"vtoken.policy": policy}) for work in sample.works]
                     found = engine.do(WATCH_BLOCKS, workloads=as_arguments(asked))
                     if sample.name == OWN and found["tokens_evicted"] == 0:

@@ -38,14 +38,15 @@ TITLE = f"Blocks held in steady decoding, budget {BUDGET:g} of the prompt, the s
 
 @dataclass(frozen=True)
 class Sizes:
+    policies: tuple[str, ...]
     requests: int
     shortest: int
     longest: int
     outputs: int
 
 
-FULL = Sizes(requests=8, shortest=160, longest=512, outputs=64)
-QUICK = Sizes(requests=3, shortest=96, longest=192, outputs=12)
+FULL = Sizes(EVICTING, requests=8, shortest=160, longest=448, outputs=48)
+QUICK = Sizes(EVICTING[:1], requests=3, shortest=96, longest=192, outputs=12)
 
 
 class Memory(Experiment):
@@ -63,8 +64,8 @@ class Memory(Experiment):
         runs: list[Run] = []
         with TemporaryDirectory() as folder:
             victims = Path(folder) / "victims.json"
-            with bench.progress("memory", len(EVICTING) * len(MODES)) as tick:
-                for policy in EVICTING:
+            with bench.progress("memory", len(sizes.policies) * len(MODES)) as tick:
+                for policy in sizes.policies:
                     asked = [replace(work, extra_args={"vtoken.policy": policy}) for work in works]
                     recorded = _recording(bench).do(
                         WATCH_BLOCKS, workloads=as_arguments(asked), record=str(victims), outputs=True

@@ -7,15 +7,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from vtoken.config import VTokenConfig
 from vtoken.evaluation.bench.base import Check, Experiment, Run
 from vtoken.evaluation.bench.bench import POLICIES, Bench
+from vtoken.evaluation.bench.counted import POLICY as COUNTED_POLICY
+from vtoken.evaluation.bench.counted import count_all
 from vtoken.evaluation.bench.engines import RunningEngine
 from vtoken.evaluation.bench.figures import COLOURS, LABELS, MARKERS, new_figure
 from vtoken.evaluation.bench.intervals import interval, ratio
 from vtoken.evaluation.bench.load import RUN_LOAD, as_arguments
 from vtoken.evaluation.bench.quality_of import ENGINE_ARGS, QUALITY_COLUMNS, quality_cells
-from vtoken.evaluation.bench.sensitivity_task import COMMAND, Points
-from vtoken.evaluation.bench.sensitivity_task import POLICY as COUNTED_POLICY
 from vtoken.evaluation.bench.tables import Cell, Column, Table
-from vtoken.evaluation.child import run_child
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -78,7 +77,7 @@ QUICK = Sizes(
     requests=2,
     prompt=96,
     outputs=6,
-    timed={"eviction ratio": (0.3,), "score interval": (8,)},
+    timed={"eviction ratio": (0.3,)},
 )
 
 
@@ -149,9 +148,9 @@ class Sensitivity(Experiment):
                 upper.plot(values, tokens, label=LABELS[mode], **look)
                 lower.plot(values, [100 * run["waste_ratio"] for run in points], **look)
             upper.set(title=parameter, ylabel="blocks per request" if size else "slots held per request")
-            lower.set(xlabel=parameter, ylabel="F, %", ylim=(0, None))
-            upper.set_ylim(0, None)
+            lower.set(xlabel=parameter, ylabel="F, %")
             for axis in (upper, lower):
+                axis.set_ylim(0, 1.1 * axis.dataLim.y1)
                 axis.axvline(DEFAULTS[parameter], color="grey", linewidth=0.8, linestyle=":")
         figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=len(COLOURS))
         figure.suptitle("What does each setting change? (one at a time; dotted: the default)")
@@ -278,16 +277,10 @@ def _counted(bench: Bench, sizes: Sizes) -> list[Run]:
         }
         for point in points
     ]
-    found: list[Run] = []
     with bench.progress("sensitivity, counted", len(points)) as tick:
-
-        def take(event: Run) -> None:
-            about = {"lengths": list(sizes.lengths), "outputs": sizes.counted_outputs, **_about(points[len(found)])}
-            found.append({"kind": "counted", **about, **{key: event[key] for key in event if key != "event"}})
-            tick()
-
-        run_child(Points(asked), take, COMMAND)
-    return found
+        found = count_all(asked, tick)
+    about = {"kind": "counted", "lengths": list(sizes.lengths), "outputs": sizes.counted_outputs}
+    return [{**about, **_about(point), **counts} for point, counts in zip(points, found, strict=True)]
 
 
 def _counted_points(sizes: Sizes) -> Iterator[Point]:
