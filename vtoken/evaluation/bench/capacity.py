@@ -345,6 +345,7 @@ def _timed_table(runs: Sequence[Run]) -> Table:
         f"Timed, with the real model and everything divided by {TIMED_PART}, since this takes a processor: "
         f"{TIMED_REQUESTS} requests of {first['setting']['prompt']} + {first['setting']['outputs']} tokens at once, a "
         f"pool of {first['num_blocks']} blocks of {first['block_size']}, {TIMED_POLICY} with a budget of "
-        f"{first['setting']['budget']} tokens.{floor} {in_words(quality)}"
+        f"{first['setting']['budget']} tokens. Whom vLLM admits beyond what fits to the end it preempts, and computes "
+        f"anew.{floor} {in_words(quality)}"
     )
     return Table("The same in time, with a model", columns, rows, note)

@@ -95,7 +95,7 @@ class Hostscale(Experiment):
         axes.set_xticks(sizes, [f"{n:,}" for n in sizes])
         axes.set_xlabel("requests that decode")
         axes.set_ylabel("processor time per step, ms")
-        axes.set_title("Does bookkeeping grow faster than the number of requests?")
+        axes.set_title("Does bookkeeping grow with the requests, or faster?")
         axes.legend()
         return figure
 
