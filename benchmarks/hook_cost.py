@@ -12,11 +12,11 @@ from pathlib import Path
 from time import perf_counter
 
 import numpy as np
-from exclusive_timer import ExclusiveTimer, instrument
 
 from vtoken.config import VTokenConfig
 from vtoken.evaluation.model import ensure_model, model_dtype
 from vtoken.vllm_plugin import make_engine
+from vtoken.vllm_plugin.hook_timer import ExclusiveTimer, instrument
 
 
 def measure(

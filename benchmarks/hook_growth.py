@@ -16,9 +16,9 @@ from time import thread_time
 from typing import Any
 
 from decode_load import start_decoding
-from exclusive_timer import ExclusiveTimer, instrument
 
 from vtoken.config import VTokenConfig
+from vtoken.vllm_plugin.hook_timer import ExclusiveTimer, instrument
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 

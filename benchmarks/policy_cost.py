@@ -14,7 +14,6 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
-from exclusive_timer import ExclusiveTimer, instrument
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -22,6 +21,7 @@ from rich.table import Table
 from vtoken.config import VTokenConfig
 from vtoken.evaluation.model import ensure_model, model_dtype
 from vtoken.vllm_plugin import make_engine
+from vtoken.vllm_plugin.hook_timer import ExclusiveTimer, instrument
 
 BASELINE = "streaming_llm"
 PHASES = ("prompt", "decode")
