@@ -4,7 +4,7 @@
 PYTHON ?= python3
 ARGS ?=
 VTOKEN_SOAK_SECONDS ?= 600
-BENCH ?= hook_cost attention_speed policy_cost relocation copy_overlap
+MICROBENCH ?= hook_cost attention_speed policy_cost relocation copy_overlap
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -13,7 +13,7 @@ STAMP := $(VENV)/.vtoken-setup
 LINTED := $(wildcard vtoken tests benchmarks)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test soak lint bench
+.PHONY: help setup demo test soak lint bench microbench
 
 help:
 	@echo 'make setup            make .venv with vLLM for the CPU and vtoken (minutes the first time)'
@@ -21,7 +21,8 @@ help:
 	@echo 'make test ARGS="..."  run the tests'
 	@echo 'make soak             random runs with a prefix cache on pools too small, VTOKEN_SOAK_SECONDS=600 of them'
 	@echo 'make lint             ruff and mypy'
-	@echo 'make bench            what hooks, attention with scores, and h2o cost (BENCH=hook_cost for one of them)'
+	@echo 'make bench ARGS=all   the evaluation: all experiments, or one of them; ARGS="all --quick" for small sizes'
+	@echo 'make microbench       hooks, kernels and copies by themselves (MICROBENCH=hook_cost for one of them)'
 	@echo 'PYTHON=python3.12     after any of these: make .venv with that interpreter (3.11 to 3.14)'
 
 setup: $(STAMP)
@@ -54,7 +55,10 @@ soak: setup
 	@VTOKEN_SOAK_SECONDS=$(VTOKEN_SOAK_SECONDS) $(BIN)/python -m pytest -s tests/test_soak.py -k given_time $(ARGS)
 
 bench: setup
-	@for name in $(BENCH); do VLLM_LOGGING_LEVEL=ERROR $(BIN)/python benchmarks/$$name.py $(ARGS) || exit 1; done
+	@$(BIN)/vtoken bench $(ARGS)
+
+microbench: setup
+	@for name in $(MICROBENCH); do VLLM_LOGGING_LEVEL=ERROR $(BIN)/python benchmarks/$$name.py $(ARGS) || exit 1; done
 
 lint: setup
 	$(BIN)/ruff check $(LINTED)

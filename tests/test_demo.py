@@ -114,8 +114,12 @@ def test_child_gets_its_spec_and_passes_events_on() -> None:
         "model": "model",
         "engine_args": {"seed": 0},
         "vtoken": None,
-        "workloads": [{"request_id": "r", "prompt_token_ids": [1, 2], "max_tokens": 3, "answers": None}],
-        "needles": [{"request_id": "n", "prompt_token_ids": [4], "max_tokens": 5, "answers": ["6"]}],
+        "workloads": [
+            {"request_id": "r", "prompt_token_ids": [1, 2], "max_tokens": 3, "answers": None, "extra_args": None}
+        ],
+        "needles": [
+            {"request_id": "n", "prompt_token_ids": [4], "max_tokens": 5, "answers": ["6"], "extra_args": None}
+        ],
     }
     assert VTokenConfig(**vtoken["spec"]["vtoken"]) == VTokenConfig()
 

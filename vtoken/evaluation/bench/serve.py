@@ -30,7 +30,7 @@ def serve(spec: dict[str, Any], lines: Iterator[str], emit: Emit) -> int:
     """Start the engine, emit "started", and one "result" per line; returns the exit code."""
 
     def work(engine: Any) -> None:
-        warm_up(engine, WARM_UP, WARM_UP_TOKENS)
+        warm_up(engine, WARM_UP, min(WARM_UP_TOKENS, spec["engine_args"]["max_model_len"] - 2))
         emit(event="started", block_size=engine.block_size, num_blocks=engine.num_blocks)
         for line in lines:
             task = json.loads(line)
