@@ -61,10 +61,10 @@ def timed_copies(worker: EvictionWorker, mode: CopyMode) -> Iterator[tuple[Timed
     assert isinstance(own, InlineCopyEngine)
     relocate = TimedRelocation(own.relocate)
     timed = TimedCopies(copy_engine_for("cpu", relocate, mode))
-    worker.copies = timed
+    worker.use_copies(timed)
     try:
         yield timed, relocate
     finally:
         timed.finish()
         timed.close()
-        worker.copies = own
+        worker.use_copies(own)
