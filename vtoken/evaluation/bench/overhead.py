@@ -316,8 +316,9 @@ def _copy_table(runs: Sequence[Run]) -> Table:
         Column("against inline", 1, percent=True),
     ]
     note = (
-        "fill, random victims in bursts, one engine whose way of copying is exchanged; per relocation. async copies on "
-        "a thread beside sampling and scheduling; force_sync does and waits at once; inline copies on the host's thread."
+        "fill, random victims in bursts, one engine whose way of copying is exchanged; per relocation. async copies "
+        "on a thread beside sampling and scheduling; force_sync does that and waits at once; inline copies on the "
+        "host's own thread."
     )
     return Table("Copies", columns, rows, note)
 
@@ -398,8 +399,8 @@ def _copy_checks(runs: Sequence[Run]) -> list[Check]:
             f"{ours:.2f} ms",
             ours < theirs,
             "aim",
-            "the copy is not over when the next forward begins, and on a processor without a core to spare it takes its "
-            "time from what it runs beside",
+            "the copy is not over when the next forward begins, and where no core is to spare it takes its time from "
+            "what it runs beside",
         )
     )
     return checks

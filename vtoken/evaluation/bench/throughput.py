@@ -199,10 +199,11 @@ def _table(runs: Sequence[Run]) -> Table:
     about, floor = _load(runs, NATIVE)[0], _against(runs, AGAIN, FILL)
     outputs = about["output_tokens"] // about["requests"]
     note = (
-        f"{about['requests']} prompts of {min(about['prompt_tokens'])} to {max(about['prompt_tokens'])} tokens, {outputs} "
-        f"output tokens each, all at once; {about['blocks']} blocks, and a full request takes {about['full_blocks']}. h2o "
-        f"keeps half of the prompt. {len(_load(runs, NATIVE))} repeats in turns, medians with 95 % intervals, ratios "
-        f"paired by repeat. The A/A pair (fill again / fill) gives {_shown(floor)}. '{PROMPTS}' computes the same prompts one "
+        f"{about['requests']} prompts of {min(about['prompt_tokens'])} to {max(about['prompt_tokens'])} tokens, "
+        f"{outputs} output tokens each, all at once; {about['blocks']} blocks, and a full request takes "
+        f"{about['full_blocks']}. h2o keeps half of the prompt. {floor.repeats} repeats in turns, medians with 95 % "
+        "intervals, ratios paired by repeat. "
+        f"The A/A pair (fill again / fill) gives {_shown(floor)}. '{PROMPTS}' computes the same prompts one "
         "after the other and one token of each: nobody can be faster than that."
     )
     return Table("The same prompts, the same pool", columns, rows, note)
