@@ -27,7 +27,6 @@ from vtoken.evaluation.bench.ways import (
     config_of,
     quality_cells,
 )
-from vtoken.evaluation.workloads import Workload
 
 PROMPT, OUTPUTS = 128, 64
 FULL_REQUESTS = 5
