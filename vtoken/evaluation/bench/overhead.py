@@ -48,7 +48,7 @@ class Overhead(Experiment):
         return [_load_table(runs), _share_table(runs), _phase_table(runs), _copy_table(runs), _quality_table(runs)]
 
     def figure(self, runs: Sequence[Run]) -> Any:
-        figure, (ratios, phases, stalls) = new_figure(columns=3, width=3.9)
+        figure, (ratios, phases, stalls) = new_figure(columns=3, width=4.6, height=3.4)
         _draw_ratios(ratios, runs)
         _draw_phases(phases, runs)
         _draw_stalls(stalls, runs)
@@ -407,7 +407,7 @@ def _copy_checks(runs: Sequence[Run]) -> list[Check]:
 
 
 def _draw_ratios(axes: Any, runs: Sequence[Run]) -> None:
-    labels = []
+    labels: list[str] = []
     for concurrency in _concurrencies(runs):
         for name, shown in MEASURES:
             place = len(labels)
@@ -425,21 +425,23 @@ def _draw_ratios(axes: Any, runs: Sequence[Run]) -> None:
     axes.set_ylim(len(labels) - 0.5, -1.1)
     axes.axvline(100, color="black", linewidth=0.8)
     axes.set_xlabel("% of stock vLLM, 95 % interval")
-    axes.set_title("Do hooks with nothing to evict cost anything?")
-    axes.legend(loc="upper left", fontsize=8, ncols=2)
+    axes.set_title("What do idle hooks cost?")
+    axes.legend(loc="upper center", fontsize=7, ncols=2)
 
 
 def _draw_phases(axes: Any, runs: Sequence[Run]) -> None:
+    """Without the forward, beside which nothing else could be seen."""
     found = _of_smallest(runs)
-    names = {STOCK: "stock", HOOKS: "hooks on,\nnothing\nto evict", EVICTING: "one\neviction per\nrequest, step"}
-    colours = ("#0072b2", "#56b4e9", "#bbbbbb", "#e69f00", "#d55e00", "#000000", "#cc79a7", "#f0e442")
+    names = {STOCK: "stock", HOOKS: "hooks on,\nnothing to evict", EVICTING: "one eviction per\nrequest and step"}
+    colours = ("#0072b2", "#56b4e9", "#e69f00", "#d55e00", "#000000", "#cc79a7", "#f0e442")
     bottom = np.zeros(len(found))
-    for phase, colour in zip(found[0]["phases"], colours, strict=True):
+    for phase, colour in zip([phase for phase in found[0]["phases"] if phase != "forward"], colours, strict=True):
         values = np.array([run["phases"][phase] for run in found])
         axes.bar(range(len(found)), values, bottom=bottom, color=colour, label=phase, width=0.6)
         bottom += values
-    axes.set_xticks(range(len(found)), [names[run["variant"]] for run in found])
-    axes.set_ylabel("ms per step")
+    labels = [f"{names[run['variant']]}\n(forward: {run['phases']['forward']:.0f} ms)" for run in found]
+    axes.set_xticks(range(len(found)), labels, fontsize=8)
+    axes.set_ylabel("ms per step beside the forward")
     axes.set_title(f"Where does a step of {found[0]['concurrency']} requests go?")
     handles, labels = axes.get_legend_handles_labels()
     axes.legend(handles[::-1], labels[::-1], fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
@@ -458,7 +460,7 @@ def _draw_stalls(axes: Any, runs: Sequence[Run]) -> None:
         places = [n + shift for n in range(len(MODES))]
         axes.bar(places, [one.median for one in found], 0.34, yerr=spread, capsize=3, color=colour, label=label)
     axes.set_xticks(range(len(MODES)), MODES)
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.3 * max(bar.get_height() for bar in axes.patches))
     axes.set_ylabel("ms per relocation, 95 % interval")
     axes.set_title("Does the host wait for copies?")
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, loc="upper center", ncols=2)

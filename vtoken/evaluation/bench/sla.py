@@ -57,13 +57,14 @@ class Sla(Experiment):
 
     def figure(self, runs: Sequence[Run]) -> Any:
         policies = _policies(runs)
-        figure, axes = new_figure(2, len(policies), width=3.6, height=2.9, squeeze=False, sharex=True, sharey="row")
+        width = 3.6 if len(policies) > 1 else 6.0
+        figure, axes = new_figure(2, len(policies), width=width, height=2.9, squeeze=False, sharex=True, sharey="row")
         for place, policy in enumerate(policies):
             _draw(axes[0][place], axes[1][place], runs, policy)
         axes[0][0].set_ylabel("p95 ms per output token")
         axes[1][0].set_ylabel("output tokens/s")
         axes[0][0].legend(fontsize=8)
-        figure.suptitle("How much load fits under the latency bound? (filled: the point selected; 95 % intervals)")
+        figure.suptitle("How much load fits under the latency bound? (filled: selected; 95 % intervals)", fontsize=10)
         return figure
 
     def checks(self, runs: Sequence[Run]) -> list[Check]:
