@@ -67,7 +67,9 @@ def test_selected_points() -> None:
     # 16 / 104 ms against 8 / 100 ms; prompts: 12 of 0.5 s in 40 s.
     assert selected.shown()[3][5:] == ["153.8", "1.92", "8.0", "0", "15 %"]
     assert [row[5] for row in every.shown()] == ["yes", "no", "yes", "no", "yes", "no", "yes", "yes"]
-    assert "Bound: 105 ms (h2o). 30 blocks, and a request that evicts nothing takes 6" in selected.note
+    assert (
+        "Bound: 105 ms (h2o), set with 8 clients. 30 blocks, and a request that evicts nothing takes 6" in selected.note
+    )
     assert "The A/A pair (fill again / fill, 16 clients): 1.00 x (1.00 to 1.00), p95 1.00 x" in selected.note
     assert of_quality.shown() == [["h2o", "4 of 6", "5 of 6", "-0.125"]]
 

@@ -17,6 +17,8 @@ from vtoken.evaluation.bench.ways import QUALITY_COLUMNS, quality_cells
 
 STOCK, AGAIN, HOOKS = "stock", "stock again", "hooks on, nothing to evict"
 EVICTING = "one eviction per request and step"
+IN_PLACE: dict[str, Any] = {"policy": "streaming_llm", "budget": 0.5}
+IN_BURSTS: dict[str, Any] = {"policy": "random", "budget": 0.5, "copies": "inline"}
 MODES = ("async", "inline", "force_sync")
 NARROW = 0.03
 """The half-width of the A/A interval that is asked for."""
@@ -100,7 +102,7 @@ def _indirection(bench: Bench, sizes: _Sizes, concurrency: int) -> list[Run]:
     engines = {
         STOCK: bench.engine(None, **pool),
         AGAIN: bench.engine(None, copy=1, **pool),
-        HOOKS: bench.engine(VTokenConfig(policy="streaming_llm", budget=0.5), **pool),
+        HOOKS: bench.engine(VTokenConfig(**IN_PLACE), **pool),
     }
     longest = min(engine.num_blocks for engine in engines.values()) // concurrency * engines[HOOKS].block_size
     most = min(sizes.most, (longest - sizes.prompt - SETTLE - sizes.breakdown - 1) // (SLICES * sizes.steps))
@@ -141,7 +143,7 @@ def _repeat(engines: Mapping[str, RunningEngine], repeat: int, concurrency: int,
 def _evicting(bench: Bench, sizes: _Sizes) -> list[Run]:
     """Each request forgets a token in each step."""
     concurrency = sizes.concurrency[0]
-    engine = bench.engine(VTokenConfig(policy="streaming_llm", budget=0.5), num_blocks=sizes.blocks)
+    engine = bench.engine(VTokenConfig(**IN_PLACE), num_blocks=sizes.blocks)
     told = _decoding(engine, _prompts(bench, concurrency, sizes.evicting), "break_down", steps=sizes.breakdown)
     return [{"part": "breakdown", "concurrency": concurrency, "variant": EVICTING, **told}]
 
@@ -156,8 +158,8 @@ def _decoding(engine: RunningEngine, prompts: list[list[int]], task: str, steps:
 
 def _copies(bench: Bench, sizes: _Sizes) -> list[Run]:
     """One engine, the same requests all the time; from turn to turn only the way of copying is exchanged."""
-    config = VTokenConfig(policy="random", budget=0.5, interval=sizes.copy_interval, copies="inline")
-    engine = bench.engine(config, num_blocks=sizes.blocks)
+    settings: dict[str, Any] = {**IN_BURSTS, "interval": sizes.copy_interval}
+    engine = bench.engine(VTokenConfig(**settings), num_blocks=sizes.blocks)
     running, steps = sizes.copy_requests, sizes.copy_steps
     turns = len(MODES) * (bench.repeats + 1)
     prompts = _prompts(bench, running, sizes.evicting)

@@ -9,6 +9,7 @@ from collections import defaultdict
 from typing import Any
 
 from vtoken.evaluation.load import RunError
+from vtoken.kernels.copy_engine import CopyMode
 
 TASK = "vtoken.evaluation.bench.overhead_task:"
 SETTLE = 4
@@ -69,7 +70,7 @@ def break_down(engine: Any, running: int, steps: int) -> dict[str, Any]:
     }
 
 
-def decode_copying(engine: Any, running: int, steps: int, mode: str) -> dict[str, Any]:
+def decode_copying(engine: Any, running: int, steps: int, mode: CopyMode) -> dict[str, Any]:
     """``decode`` with another way of copying: milliseconds per relocation that the host waits, and that it takes."""
     from vtoken.vllm_plugin.copy_timer import timed_copies
 

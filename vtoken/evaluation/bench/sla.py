@@ -106,7 +106,7 @@ class _Sweep:
     def __init__(self, bench: Bench) -> None:
         self._bench = bench
         self._policies = POLICIES[:1] if bench.quick else POLICIES
-        self._clients = (2, 4) if bench.quick else CLIENTS
+        self._clients = (2, 4, 8) if bench.quick else CLIENTS
         self._base = 4 if bench.quick else BASE
         prompt, outputs = (64, 12) if bench.quick else (PROMPT, OUTPUTS)
         self._most = self._requests(max(self._clients))
@@ -303,7 +303,7 @@ def _note(runs: Sequence[Run]) -> str:
         )
         floor = f" The A/A pair ({AGAIN} / fill, {point[1]} clients): {_shown(rates)}, p95 {_shown(p95)}."
     return (
-        f"Bound: {bounds}. {about['blocks']} blocks, and a request that evicts nothing takes {about['full_blocks']}: "
+        f"Bound: {bounds}, set with {about['base']} clients. {about['blocks']} blocks, and a request that evicts nothing takes {about['full_blocks']}: "
         f"prompts of {about['prompt_tokens']} tokens of which half is kept, {outputs} output tokens. Each client sends "
         "its next request when its last one has ended, three requests for every two clients. One run at each point "
         "until the bound is found; the selected points, and those close to the bound, are run again. Ratios are paired "
@@ -350,16 +350,19 @@ def _shown(found: Interval) -> str:
 
 def _draw(latency: Any, rate: Any, runs: Sequence[Run], policy: str) -> None:
     bound = _bound(runs, policy)
-    for way in WAYS:
+    for place, way in enumerate(WAYS):
         tried, chosen = _tried(runs, way, policy), _selected(runs, way, policy)
+        beside = 0.15 * (place - 1.5)  # so that equal points can be told apart
         for axes, name in ((latency, "tpot_p95_ms"), (rate, "output_tokens_per_s")):
             found = [interval(_of(runs, name, way, policy, clients)) for clients in tried]
             middle = [one.median for one in found]
-            axes.plot(tried, middle, color=COLOURS[way], label=LABELS[way], linewidth=1)
+            axes.plot(
+                [clients + beside for clients in tried], middle, color=COLOURS[way], label=LABELS[way], linewidth=1
+            )
             for clients, one in zip(tried, found, strict=True):
                 error = [[max(one.median - one.low, 0.0)], [max(one.high - one.median, 0.0)]]
                 axes.errorbar(
-                    [clients],
+                    [clients + beside],
                     [one.median],
                     yerr=error,
                     capsize=2,

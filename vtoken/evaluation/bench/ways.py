@@ -25,8 +25,8 @@ def config_of(way: str) -> VTokenConfig | None:
     if way == NATIVE:
         return None
     others: dict[str, dict[str, Any]] = {policy: {} for policy in POLICIES[1:]}
-    reclaim = FILL if way == AGAIN else way
-    return VTokenConfig(policy=POLICIES[0], budget=SHARE, request_policies=others, reclaim=reclaim)
+    settings: dict[str, Any] = {"reclaim": FILL if way == AGAIN else way, "request_policies": others}
+    return VTokenConfig(policy=POLICIES[0], budget=SHARE, **settings)
 
 
 def blocks_for(works: Sequence[Workload], requests: int, block_size: int = BLOCK_SIZE) -> int:
