@@ -20,7 +20,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
-from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.worker.gpu_worker import Worker
 
@@ -36,6 +36,7 @@ from vtoken.vllm_plugin.protocol import StepPlan, StepReport
 from vtoken.vllm_plugin.refused import SESSIONS
 from vtoken.vllm_plugin.scheduler import EvictionScheduler, ScheduledStep
 from vtoken.vllm_plugin.scores import score_bytes
+from vtoken.vllm_plugin.simulated_runner import NoCopies, SimulatedRunner
 from vtoken.vllm_plugin.worker import EvictionWorker, Start
 
 if TYPE_CHECKING:
@@ -304,6 +305,32 @@ class EvictingRunner(_Runner):
         if isinstance(output, AsyncModelRunnerOutput):
             return ReportedOutput(output, report)
         return _with_report(output, report)
+
+
+class ModelFreeRunner(SimulatedRunner):
+    """A runner without a model, under the names that vLLM's runner has for its parts."""
+
+    def execute_model(self, scheduler_output: SchedulerOutput, intermediate_tensors: Any = None) -> Any:
+        new_tokens = self.follow(scheduler_output)
+        if not scheduler_output.total_num_scheduled_tokens:
+            return EMPTY_MODEL_RUNNER_OUTPUT
+        self._prepare_inputs(scheduler_output, new_tokens)
+        return None
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        return self.answer()
+
+    def _prepare_inputs(self, scheduler_output: SchedulerOutput, num_scheduled_tokens: Any) -> Any:
+        self.lay_out(num_scheduled_tokens)
+
+
+class EvictingModelFreeRunner(EvictingRunner, ModelFreeRunner):
+    """The same, evicting: our worker over a cache that nobody has allocated."""
+
+    def __init__(self, config: VTokenConfig, requests: int, blocks: int, tokens: int, block_size: int) -> None:
+        super().__init__(requests, blocks, tokens, block_size)
+        self.vtoken = EvictionWorker(config, block_size, NoCopies())
+        self._vtoken_blocks = {}
 
 
 def _with_report(output: ModelRunnerOutput, report: StepReport) -> ModelRunnerOutput:

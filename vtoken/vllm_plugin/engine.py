@@ -19,13 +19,17 @@ FORCED_TOKENS_PROCESSOR = "vtoken.vllm_plugin.forced_tokens:ForcedTokens"
 
 @dataclass(frozen=True)
 class Progress:
-    """A request after a step in which it produced a token. ``logprobs`` holds one table per output token."""
+    """A request after a step in which it produced a token.
+
+    ``logprobs`` holds one table per output token; ``cached_tokens`` of the prompt came from the prefix cache.
+    """
 
     request_id: str
     token_ids: list[int]
     finished: bool
     finish_reason: str | None
     logprobs: list[dict[int, float]] | None
+    cached_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -71,16 +75,18 @@ class Engine:
         extra_args: dict[str, Any] | None = None,
         logprobs: int | None = None,
         forced_tokens: list[int] | None = None,
+        stop_at_end: bool = False,
     ) -> None:
         """Queue a request.
 
         Args:
             request_id: unique among the unfinished ones.
             prompt_token_ids: the prompt.
-            max_tokens: exactly so many are produced.
+            max_tokens: exactly so many are produced, or fewer with ``stop_at_end``.
             extra_args: such as ``{"vtoken.budget": 256}``.
             logprobs: for each output token, also report so many of the likeliest; 0 reports the output token alone.
             forced_tokens: output tokens that are given, from the first one on.
+            stop_at_end: the model may end its text.
 
         Raises:
             ValueError: one sentence, for settings that vtoken refuses or tokens that cannot be forced.
@@ -91,7 +97,11 @@ class Engine:
             extra_args = {**(extra_args or {}), FORCED_TOKENS: forced_tokens}
             self._check_forced(extra_args)
         params = SamplingParams(
-            temperature=0.0, max_tokens=max_tokens, ignore_eos=True, extra_args=extra_args, logprobs=logprobs
+            temperature=0.0,
+            max_tokens=max_tokens,
+            ignore_eos=not stop_at_end,
+            extra_args=extra_args,
+            logprobs=logprobs,
         )
         internal = self._engine.add_request(request_id, {"prompt_token_ids": prompt_token_ids}, params)
         self._external_id[internal or request_id] = request_id
@@ -124,6 +134,7 @@ class Engine:
                     output.finished,
                     completion.finish_reason,
                     None if tables is None else [{t: entry.logprob for t, entry in row.items()} for row in tables],
+                    output.num_cached_tokens,
                 )
             )
         return progress

@@ -86,7 +86,10 @@ def timed_hooks(clock: Callable[[], float] = perf_counter) -> Iterator[Exclusive
 
 
 def instrument(timer: ExclusiveTimer) -> None:
-    """Wrap every method that vtoken overrides as "vtoken", and the stock method below it as "vllm"."""
+    """Wrap every method that vtoken overrides as "vtoken", and the stock method below it as "vllm".
+
+    What stands for vLLM's runner where there is no model is "simulation".
+    """
     runner = compat.VTokenCPUModelRunner if current_platform.is_cpu() else compat.VTokenGPUModelRunner
     manager = kv_cache.EvictableAttentionManager
     pairs = [
@@ -102,4 +105,6 @@ def instrument(timer: ExclusiveTimer) -> None:
                     timer.wrap(base, name, "vllm")
         for name in names:
             timer.wrap(own, name, "vtoken")
+    for name in vars(compat.EvictingRunner):
+        timer.wrap(compat.ModelFreeRunner, name, "simulation")
     timer.wrap(Relocator, "__call__", "relocation")

@@ -63,3 +63,7 @@ class Experiment(ABC):
 
     @abstractmethod
     def checks(self, runs: Sequence[Run]) -> list[Check]: ...
+
+    def conclusion(self, runs: Sequence[Run]) -> str:
+        """What a reader should take away, below the tables; empty where these say it all."""
+        return ""

@@ -35,10 +35,11 @@ def fill(page: str, sections: dict[str, str]) -> str:
         ValueError: the page has no marks for one of them.
     """
     for name, text in sections.items():
-        marks = re.compile(rf"(<!-- bench {name} -->\n).*?(<!-- /bench {name} -->)", re.DOTALL)
-        page, found = marks.subn(lambda match, text=text: f"{match[1]}\n{text}\n{match[2]}", page)
-        if found != 1:
-            raise ValueError(f"the page has {found} places for '{name}', where it needs one")
+        first, last = f"<!-- bench {name} -->\n", f"<!-- /bench {name} -->"
+        places = re.findall(f"{first}.*?{last}", page, re.DOTALL)
+        if len(places) != 1:
+            raise ValueError(f"the page has {len(places)} places for '{name}', where it needs one")
+        page = page.replace(places[0], f"{first}\n{text}\n{last}")
     return page
 
 

@@ -60,6 +60,8 @@ def markdown(report: Report, experiment: Experiment) -> str:
     parts = [experiment.question, *(table.to_markdown() for table in experiment.tables(report.runs))]
     if checks := experiment.checks(report.runs):
         parts.append(checks_table(checks).to_markdown())
+    if conclusion := experiment.conclusion(report.runs):
+        parts.append(conclusion)
     parts.append(setting_line(report.setting))
     return "\n\n".join(parts) + "\n"
 

@@ -80,4 +80,6 @@ def show(report: Report, experiment: Experiment, console: Console) -> bool:
         console.print(table.to_rich())
     checks: list[Check] = experiment.checks(report.runs)
     console.print(checks_table(checks).to_rich())
+    if conclusion := experiment.conclusion(report.runs):
+        console.print(conclusion, soft_wrap=True)
     return all(check.held for check in checks if check.kind == "must")
