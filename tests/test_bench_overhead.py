@@ -11,7 +11,8 @@ from told_engines import ToldBench, quality
 
 from vtoken.config import VTokenConfig
 from vtoken.evaluation.bench import overhead_task
-from vtoken.evaluation.bench.overhead import MOST_REPEATS, Overhead
+from vtoken.evaluation.bench.overhead import Overhead
+from vtoken.evaluation.bench.overhead_shown import MOST_REPEATS
 from vtoken.evaluation.load import RunError
 from vtoken.vllm_plugin.phase_timer import PHASES
 

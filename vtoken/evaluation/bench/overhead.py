@@ -9,22 +9,36 @@ from vtoken.config import VTokenConfig
 from vtoken.evaluation.bench.base import Check, Experiment, Run
 from vtoken.evaluation.bench.bench import BLOCKS, Bench
 from vtoken.evaluation.bench.engines import RunningEngine
-from vtoken.evaluation.bench.figures import COLOURS, FURTHER, new_figure
-from vtoken.evaluation.bench.intervals import Interval, interval, ratio
+from vtoken.evaluation.bench.figures import new_figure
+from vtoken.evaluation.bench.intervals import interval
+from vtoken.evaluation.bench.overhead_shown import (
+    AGAIN,
+    EVICTING,
+    HOOKS,
+    MEASURES,
+    MODES,
+    MOST_REPEATS,
+    NARROW,
+    SLICES,
+    STOCK,
+    against_stock,
+    concurrencies,
+    copy_table,
+    draw_phases,
+    draw_ratios,
+    draw_stalls,
+    load_table,
+    part_of,
+    phase_table,
+    quality_table,
+    share_table,
+    widths,
+)
 from vtoken.evaluation.bench.overhead_task import SETTLE, TASK
-from vtoken.evaluation.bench.tables import Column, Table
-from vtoken.evaluation.bench.ways import QUALITY_COLUMNS, quality_cells
+from vtoken.evaluation.bench.tables import Table
 
-STOCK, AGAIN, HOOKS = "stock", "stock again", "hooks on, nothing to evict"
-EVICTING = "one eviction per request and step"
 IN_PLACE: dict[str, Any] = {"policy": "streaming_llm", "budget": 0.5}
 IN_BURSTS: dict[str, Any] = {"policy": "random", "budget": 0.5, "copies": "inline"}
-MODES = ("async", "inline", "force_sync")
-NARROW = 0.03
-"""The half-width of the A/A interval that is asked for."""
-MOST_REPEATS = 14
-SLICES = 3
-"""Turns that each engine takes within a repeat."""
 TARGET = 0.01
 
 
@@ -47,13 +61,13 @@ class Overhead(Experiment):
         return runs
 
     def tables(self, runs: Sequence[Run]) -> list[Table]:
-        return [_load_table(runs), _share_table(runs), _phase_table(runs), _copy_table(runs), _quality_table(runs)]
+        return [load_table(runs), share_table(runs), phase_table(runs), copy_table(runs), quality_table(runs)]
 
     def figure(self, runs: Sequence[Run]) -> Any:
         figure, (ratios, phases, stalls) = new_figure(columns=3, width=4.6, height=3.4)
-        _draw_ratios(ratios, runs)
-        _draw_phases(phases, runs)
-        _draw_stalls(stalls, runs)
+        draw_ratios(ratios, runs)
+        draw_phases(phases, runs)
+        draw_stalls(stalls, runs)
         return figure
 
     def checks(self, runs: Sequence[Run]) -> list[Check]:
@@ -117,7 +131,7 @@ def _indirection(bench: Bench, sizes: _Sizes, concurrency: int) -> list[Run]:
         for repeat in range(most):
             runs += _repeat(engines, repeat, concurrency, sizes.steps)
             tick()
-            if repeat + 1 >= sizes.least and all(width <= NARROW for width in _widths(runs, concurrency)):
+            if repeat + 1 >= sizes.least and all(width <= NARROW for width in widths(runs, concurrency)):
                 break
     for name in (STOCK, HOOKS):
         told = engines[name].do(TASK + "break_down", running=concurrency, steps=sizes.breakdown)
@@ -187,157 +201,13 @@ def _rates(run: Run, running: int) -> dict[str, float]:
     }
 
 
-# -- what the runs say ----------------------------------------------------------------------------------------
-
-
-def _part(runs: Sequence[Run], part: str, **fields: Any) -> list[Run]:
-    return [run for run in runs if run["part"] == part and all(run[name] == value for name, value in fields.items())]
-
-
-def _concurrencies(runs: Sequence[Run]) -> list[int]:
-    return sorted({run["concurrency"] for run in _part(runs, "load")})
-
-
-def _values(runs: Sequence[Run], name: str, **fields: Any) -> list[float]:
-    return [run[name] for run in _part(runs, "load", **fields)]
-
-
-def _against(runs: Sequence[Run], name: str, concurrency: int, variant: str) -> Interval:
-    """How a variant compares with stock; with both stock engines, unless it is one of them."""
-    ours = _values(runs, name, concurrency=concurrency, variant=variant)
-    stock = _values(runs, name, concurrency=concurrency, variant=STOCK)
-    if variant == HOOKS:
-        again = _values(runs, name, concurrency=concurrency, variant=AGAIN)
-        stock = [float(np.sqrt(a * b)) for a, b in zip(stock, again, strict=True)]
-    return ratio(ours, stock)
-
-
-MEASURES = (("output_tokens_per_s", "output tokens/s"), ("tpot_p95_ms", "p95 ms per output token"))
-
-
-def _widths(runs: Sequence[Run], concurrency: int) -> list[float]:
-    return [_against(runs, name, concurrency, AGAIN).half_width for name, _ in MEASURES]
-
-
-def _load_table(runs: Sequence[Run]) -> Table:
-    rows = []
-    for concurrency in _concurrencies(runs):
-        for name, shown in MEASURES:
-            stock, ours = (
-                interval(_values(runs, name, concurrency=concurrency, variant=variant)) for variant in (STOCK, HOOKS)
-            )
-            floor, cost = (_against(runs, name, concurrency, variant) for variant in (AGAIN, HOOKS))
-            rows.append((concurrency, shown, stock.repeats, stock, ours, cost, floor))
-    columns = [
-        Column("requests"),
-        Column("measure"),
-        Column("repeats"),
-        Column("stock vLLM", 1),
-        Column("hooks on", 1),
-        Column("hooks / stock", 1, percent=True),
-        Column("A/A: stock / stock", 1, percent=True),
-    ]
-    steps = len(_part(runs, "load")[0]["step_ms"])
-    note = (
-        f"All requests decode; a repeat is {steps} steps of each engine, in {SLICES} turns. Medians with 95 % "
-        f"intervals; ratios are paired by repeat, and repeats are added until the A/A intervals are within "
-        f"{NARROW:.0%} either way, or there are {MOST_REPEATS}, or the pool is full. Each request has a budget, "
-        "which it does not reach."
-    )
-    return Table("The indirection alone", columns, rows, note)
-
-
-def _share_table(runs: Sequence[Run]) -> Table:
-    rows = [
-        (
-            run["concurrency"],
-            run["variant"],
-            run["tokens_evicted"] / run["steps"],
-            run["step_ms"],
-            run["phases"]["hooks"],
-            run["hooks_share"],
-            run["phases"]["relocation"],
-        )
-        for run in _part(runs, "breakdown")
-        if run["variant"] != STOCK
-    ]
-    columns = [
-        Column("requests"),
-        Column("what"),
-        Column("evictions per step", 1),
-        Column("step, ms", 1),
-        Column("in hooks, ms", 2),
-        Column("share of the step", 2, percent=True),
-        Column("relocation, ms", 2),
-    ]
-    note = "Hooks: outermost frames of vtoken less the vLLM calls inside them, with the clock's own cost in them."
-    return Table("Time inside our hooks", columns, rows, note)
-
-
-def _phase_table(runs: Sequence[Run]) -> Table:
-    found = _of_smallest(runs)
-    columns = [Column("phase"), *(Column(f"{run['variant']}, ms", 2) for run in found)]
-    rows: list[tuple[Any, ...]] = [(phase, *(run["phases"][phase] for run in found)) for phase in found[0]["phases"]]
-    rows.append(("step", *(run["step_ms"] for run in found)))
-    note = (
-        "Mean of so many steps: "
-        + ", ".join(f"{run['steps']} ({run['variant']})" for run in found)
-        + ". Every moment counts for the innermost phase. Where there are evictions contexts are longer, so forwards "
-        "do not compare across columns."
-    )
-    return Table(f"A decode step of {found[0]['concurrency']} requests, phase by phase", columns, rows, note)
-
-
-def _of_smallest(runs: Sequence[Run]) -> list[Run]:
-    """The breakdowns at the smallest number of requests, where all three are."""
-    return _part(runs, "breakdown", concurrency=min(run["concurrency"] for run in _part(runs, "breakdown")))
-
-
-def _copy_table(runs: Sequence[Run]) -> Table:
-    rows = []
-    inline = [run["output_tokens_per_s"] for run in _part(runs, "copies", variant="inline")]
-    for mode in MODES:
-        mine = _part(runs, "copies", variant=mode)
-        rows.append(
-            (
-                mode,
-                sum(run["relocations"] for run in mine),
-                sum(run["tokens_moved"] for run in mine),
-                *(interval([run[name] for run in mine]) for name in ("copy_ms", "stall_ms")),
-                interval([run["output_tokens_per_s"] for run in mine]),
-                None if mode == "inline" else ratio([run["output_tokens_per_s"] for run in mine], inline),
-            )
-        )
-    columns = [
-        Column("copies"),
-        Column("relocations"),
-        Column("tokens moved"),
-        Column("the copy itself, ms", 2),
-        Column("host stands still, ms", 2),
-        Column("output tokens/s", 1),
-        Column("against inline", 1, percent=True),
-    ]
-    note = (
-        "fill, random victims in bursts, one engine whose way of copying is exchanged; per relocation. async copies "
-        "on a thread beside sampling and scheduling; force_sync does that and waits at once; inline copies on the "
-        "host's own thread."
-    )
-    return Table("Copies", columns, rows, note)
-
-
-def _quality_table(runs: Sequence[Run]) -> Table:
-    rows = [(run["policy"], *quality_cells(run)) for run in _part(runs, "quality")]
-    columns = [Column("policy, half of the prompt"), *QUALITY_COLUMNS]
-    return Table("What evicting as in these runs costs in quality", columns, rows)
-
-
 def _load_checks(runs: Sequence[Run]) -> list[Check]:
     checks = []
-    evicted = sum(run["tokens_evicted"] for run in _part(runs, "load"))
+    evicted = sum(run["tokens_evicted"] for run in part_of(runs, "load"))
     checks.append(Check("evictions while the indirection alone is measured", "0", str(evicted), evicted == 0))
-    for concurrency in _concurrencies(runs):
-        for (name, shown), width in zip(MEASURES, _widths(runs, concurrency), strict=True):
-            floor, cost = (_against(runs, name, concurrency, variant) for variant in (AGAIN, HOOKS))
+    for concurrency in concurrencies(runs):
+        for (name, shown), width in zip(MEASURES, widths(runs, concurrency), strict=True):
+            floor, cost = (against_stock(runs, name, concurrency, variant) for variant in (AGAIN, HOOKS))
             repeats = f"{floor.repeats} repeats"
             checks.append(
                 Check(
@@ -366,7 +236,7 @@ def _load_checks(runs: Sequence[Run]) -> list[Check]:
 
 def _share_checks(runs: Sequence[Run]) -> list[Check]:
     checks = []
-    for run in _part(runs, "breakdown"):
+    for run in part_of(runs, "breakdown"):
         if run["variant"] == STOCK:
             continue
         due = run["steps"] * run["concurrency"] if run["variant"] == EVICTING else 0
@@ -389,10 +259,10 @@ def _share_checks(runs: Sequence[Run]) -> list[Check]:
 def _copy_checks(runs: Sequence[Run]) -> list[Check]:
     checks = []
     for mode in MODES:
-        mine = _part(runs, "copies", variant=mode)
+        mine = part_of(runs, "copies", variant=mode)
         least = min(min(run["tokens_evicted"], run["tokens_moved"]) for run in mine)
         checks.append(Check(f"copies {mode}: every run evicts and moves tokens", "more than 0", str(least), least > 0))
-    stall = {mode: interval([run["stall_ms"] for run in _part(runs, "copies", variant=mode)]) for mode in MODES}
+    stall = {mode: interval([run["stall_ms"] for run in part_of(runs, "copies", variant=mode)]) for mode in MODES}
     ours, theirs = stall["async"].median, stall["force_sync"].median
     checks.append(
         Check(
@@ -406,63 +276,3 @@ def _copy_checks(runs: Sequence[Run]) -> list[Check]:
         )
     )
     return checks
-
-
-def _draw_ratios(axes: Any, runs: Sequence[Run]) -> None:
-    labels: list[str] = []
-    for concurrency in _concurrencies(runs):
-        for name, shown in MEASURES:
-            place = len(labels)
-            for variant, colour, marker, shift in (
-                (AGAIN, COLOURS["native"], "s", 0.15),
-                (HOOKS, COLOURS["fill"], "o", -0.15),
-            ):
-                found = _against(runs, name, concurrency, variant)
-                middle = 100 * found.median
-                spread = [[max(middle - 100 * found.low, 0.0)], [max(100 * found.high - middle, 0.0)]]
-                label = {AGAIN: "stock / stock (A/A)", HOOKS: "hooks on / stock"}[variant] if not labels else None
-                axes.errorbar([middle], [place + shift], xerr=spread, fmt=marker, color=colour, capsize=3, label=label)
-            labels.append(f"{concurrency} requests,\n{shown}")
-    axes.set_yticks(range(len(labels)), labels)
-    axes.set_ylim(len(labels) - 0.5, -1.1)
-    axes.axvline(100, color="black", linewidth=0.8)
-    axes.set_xlabel("% of stock vLLM, 95 % interval")
-    axes.set_title("What do idle hooks cost?")
-    axes.legend(loc="upper center", fontsize=7, ncols=2)
-
-
-def _draw_phases(axes: Any, runs: Sequence[Run]) -> None:
-    """Without the forward, beside which nothing else could be seen."""
-    found = _of_smallest(runs)
-    names = {STOCK: "stock", HOOKS: "hooks on,\nnothing to evict", EVICTING: "one eviction per\nrequest and step"}
-    colours = ("#0072b2", "#56b4e9", "#e69f00", "#d55e00", "#000000", "#cc79a7", "#f0e442")
-    bottom = np.zeros(len(found))
-    for phase, colour in zip([phase for phase in found[0]["phases"] if phase != "forward"], colours, strict=True):
-        values = np.array([run["phases"][phase] for run in found])
-        axes.bar(range(len(found)), values, bottom=bottom, color=colour, label=phase, width=0.6)
-        bottom += values
-    labels = [f"{names[run['variant']]}\n(forward: {run['phases']['forward']:.0f} ms)" for run in found]
-    axes.set_xticks(range(len(found)), labels, fontsize=8)
-    axes.set_ylabel("ms per step beside the forward")
-    axes.set_title(f"Where does a step of {found[0]['concurrency']} requests go?")
-    handles, labels = axes.get_legend_handles_labels()
-    axes.legend(handles[::-1], labels[::-1], fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
-
-
-def _draw_stalls(axes: Any, runs: Sequence[Run]) -> None:
-    for shift, name, label, colour in (
-        (-0.18, "copy_ms", "the copy itself", FURTHER[2]),
-        (0.18, "stall_ms", "the host stands still", COLOURS["none"]),
-    ):
-        found = [interval([run[name] for run in _part(runs, "copies", variant=mode)]) for mode in MODES]
-        spread = [
-            [max(one.median - one.low, 0.0) for one in found],
-            [max(one.high - one.median, 0.0) for one in found],
-        ]
-        places = [n + shift for n in range(len(MODES))]
-        axes.bar(places, [one.median for one in found], 0.34, yerr=spread, capsize=3, color=colour, label=label)
-    axes.set_xticks(range(len(MODES)), MODES)
-    axes.set_ylim(0, 1.3 * max(bar.get_height() for bar in axes.patches))
-    axes.set_ylabel("ms per relocation, 95 % interval")
-    axes.set_title("Does the host wait for copies?")
-    axes.legend(fontsize=8, loc="upper center", ncols=2)

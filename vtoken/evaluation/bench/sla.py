@@ -303,8 +303,8 @@ def _note(runs: Sequence[Run]) -> str:
         )
         floor = f" The A/A pair ({AGAIN} / fill, {point[1]} clients): {_shown(rates)}, p95 {_shown(p95)}."
     return (
-        f"Bound: {bounds}, set with {about['base']} clients. {about['blocks']} blocks, and a request that evicts nothing "
-        f"takes {about['full_blocks']}: "
+        f"Bound: {bounds}, set with {about['base']} clients. {about['blocks']} blocks, and a request that evicts "
+        f"nothing takes {about['full_blocks']}: "
         f"prompts of {about['prompt_tokens']} tokens of which half is kept, {outputs} output tokens. Each client sends "
         "its next request when its last one has ended, three requests for every two clients. One run at each point "
         "until the bound is found; the selected points, and those close to the bound, are run again. Ratios are paired "
