@@ -8,7 +8,6 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,11 +18,11 @@ from rich.progress import Progress
 from rich.table import Table
 
 from vtoken.config import VTokenConfig
-from vtoken.core.ragged import Ints
-from vtoken.kernels.copy_engine import CopyEngine, copy_engine_for
+from vtoken.kernels.copy_engine import CopyMode
 from vtoken.vllm_plugin import make_engine
+from vtoken.vllm_plugin.copy_timer import timed_copies
 
-MODES = ("async", "inline", "force_sync")
+MODES: tuple[CopyMode, ...] = ("async", "inline", "force_sync")
 FIRST_TOKEN = 100
 
 
@@ -31,7 +30,7 @@ FIRST_TOKEN = 100
 class Round:
     """One run of all requests, in one mode; milliseconds per relocation except for the last two."""
 
-    mode: str
+    mode: CopyMode
     relocations: int
     tokens_moved: int
     stall_ms: float
@@ -39,62 +38,16 @@ class Round:
     run_s: float
 
 
-class Timed(CopyEngine):
-    """Another engine, with the time that its callers spend in it."""
-
-    def __init__(self, engine: CopyEngine) -> None:
-        self._engine, self.seconds, self.launches = engine, 0.0, 0
-
-    def _timed(self, call: Callable[..., None], *args: Any) -> None:
-        start = time.perf_counter()
-        call(*args)
-        self.seconds += time.perf_counter() - start
-
-    def launch(self, sources: Ints, destinations: Ints) -> None:
-        self.launches += len(sources) > 0
-        self._timed(self._engine.launch, sources, destinations)
-
-    def wait(self) -> None:
-        self._timed(self._engine.wait)
-
-    def finish(self) -> None:
-        self._timed(self._engine.finish)
-
-
-class TimedRelocation:
-    """A relocation with the time that it takes, on whichever thread."""
-
-    def __init__(self, relocate: Callable[[Ints, Ints], None]) -> None:
-        self._relocate, self.seconds, self.tokens = relocate, 0.0, 0
-
-    def __call__(self, sources: Ints, destinations: Ints) -> None:
-        start = time.perf_counter()
-        self._relocate(sources, destinations)
-        self.seconds += time.perf_counter() - start
-        self.tokens += len(sources)
-
-
-def relocation_of(worker: Any) -> Callable[[Ints, Ints], None]:
-    """The relocation over the engine's own cache: what its inline engine was given."""
-    return worker._copies._relocate
-
-
-def run(engine: Any, worker: Any, mode: str, prompts: list[list[int]], outputs: int) -> Round:
-    relocate = TimedRelocation(relocation_of(worker))
-    stock = worker._copies
-    worker._copies = timed = Timed(copy_engine_for("cpu", relocate, mode))
-    try:
+def run(engine: Any, mode: CopyMode, prompts: list[list[int]], outputs: int) -> Round:
+    with timed_copies(engine.evicting_worker, mode) as (copies, relocation):
         start = time.perf_counter()
         for n, prompt in enumerate(prompts):
             engine.add_request(str(n), prompt, outputs)
         while engine.has_unfinished():
             engine.step()
         seconds = time.perf_counter() - start
-        timed.finish()
-    finally:
-        worker._copies = stock
-    each = 1e3 / max(timed.launches, 1)
-    return Round(mode, timed.launches, relocate.tokens, timed.seconds * each, relocate.seconds * each, seconds)
+    each = 1e3 / max(copies.launches, 1)
+    return Round(mode, copies.launches, relocation.tokens, copies.seconds * each, relocation.seconds * each, seconds)
 
 
 def main() -> None:
@@ -136,18 +89,17 @@ def main() -> None:
         enable_prefix_caching=False,
         enforce_eager=True,
     )
-    worker = engine.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.vtoken
     rng = np.random.default_rng(0)
     prompts = [rng.integers(FIRST_TOKEN, 40000, args.prompt).tolist() for _ in range(args.requests)]
     rounds: list[Round] = []
     console = Console()
     try:
-        run(engine, worker, "inline", prompts, args.outputs)  # warm-up
+        run(engine, "inline", prompts, args.outputs)  # warm-up
         with Progress(console=console, transient=True) as progress:
             bar = progress.add_task("runs", total=args.rounds * len(MODES))
             for n in range(args.rounds):
                 for mode in MODES[n % 3 :] + MODES[: n % 3]:
-                    rounds.append(run(engine, worker, mode, prompts, args.outputs))
+                    rounds.append(run(engine, mode, prompts, args.outputs))
                     progress.advance(bar)
     finally:
         engine.shutdown()

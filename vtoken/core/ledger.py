@@ -148,6 +148,8 @@ class LengthLedger:
 
     def other_policies(self, req_ids: Collection[str]) -> dict[str, int]:
         """Who of these has not the engine's policy, and which of those on offer instead."""
+        if not req_ids:
+            return {}
         policies = self.policy[self._row_of.rows(req_ids)].tolist()
         return {req_id: policy for req_id, policy in zip(req_ids, policies, strict=True) if policy}
 
@@ -161,11 +163,11 @@ class LengthLedger:
 
     def returned_positions(self, req_id: str) -> int:
         """By how much the slots that the request's tokens take, holes included, are fewer than its tokens."""
-        return int(self.returned[self._row_of[req_id]])
+        return int(self.returned.item(self._row_of[req_id]))
 
     def is_whole(self, req_id: str) -> bool:
         """No token of the request has been evicted since it lies in the cache."""
-        return bool(self.epoch[self._row_of[req_id]] == 0)
+        return self.epoch.item(self._row_of[req_id]) == 0
 
     def longest_hit(self, req_id: str, tokens: int) -> int:
         """The most tokens of a prefill of this many that the request may take from the prefix cache."""
@@ -192,7 +194,8 @@ class LengthLedger:
 
     def follow(self, returned: Mapping[str, int]) -> None:
         """By how much these requests' positions are fewer than the tokens of their sequences."""
-        self.returned[self._row_of.rows(returned)] = list(returned.values())
+        if returned:
+            self.returned[self._row_of.rows(returned)] = list(returned.values())
 
     def await_report(self, req_id: str, step: int) -> None:
         """Only the report of this step will say what the request holds after it."""
@@ -269,9 +272,13 @@ class LengthLedger:
         # While a report is late, positions are taken for more than they are, and so may be the blocks that they need.
         num_blocks = np.where(by_report, np.maximum(num_blocks, self.blocks[rows]), num_blocks)
         decodes, budget = ~self.prefilling[rows], self.budget[rows]
-        prefill_end = self.prefill_end[rows] = np.where(decodes, self.prefill_end[rows], known_length)
-        ends_prefill = ~decodes & (logical_length >= known_length)
-        ends_part = ~decodes & (logical_length == cadence.next_reduction(logical_length, prefill_end, budget))
+        ends_prefill = ends_part = np.zeros_like(decodes)
+        prefill_end = self.prefill_end[rows]
+        some_prefill = not decodes.all()
+        if some_prefill:
+            prefill_end = self.prefill_end[rows] = np.where(decodes, prefill_end, known_length)
+            ends_prefill = ~decodes & (logical_length >= known_length)
+            ends_part = ~decodes & (logical_length == cadence.next_reduction(logical_length, prefill_end, budget))
         evict = eviction_counts(
             attended,
             logical_length,
@@ -282,10 +289,11 @@ class LengthLedger:
             cadence.interval,
         )
         reduced = evict > 0
+        some_reduced = reduced.any()
         # A forward that decodes computes one token: its slot is kept, so that steady decoding allocates nothing.
         next_tokens = (reduced & (decodes | ends_prefill)).astype(np.int64)
         keep_blocks = num_blocks.copy()
-        if self.dense:
+        if some_reduced and self.dense:
             # Without read-only blocks the counts are enough again, once the worker has told the last that they miss.
             known = ~by_report | ((self.read_only[rows] == 0) & ~late & reduced)
             by_report = ~known
@@ -295,15 +303,17 @@ class LengthLedger:
             logical_length, new_tokens, prefill_end, self.prompt_length[rows], budget, decodes
         )
         self.length[rows] = attended - evict
-        self.evicted[rows] += evict
         self.most_held[rows] = np.maximum(self.most_held[rows], num_blocks)
-        self.epoch[rows] = epoch + reduced
         self.blocks[rows] = keep_blocks
-        self.by_report[rows] = by_report
-        self.awaits[rows] = np.where(reduced, step, self.awaits[rows])
-        self.prefilling[rows] = ~(decodes | ends_prefill)
-        full_grown = rows[ends_prefill & (budget > 0) & self.dense]
-        self.peak_blocks[full_grown] = self.read_only[full_grown] + self._blocks_for(self.budget[full_grown])
+        if some_reduced:
+            self.evicted[rows] += evict
+            self.epoch[rows] = epoch + reduced
+            self.by_report[rows] = by_report
+            self.awaits[rows] = np.where(reduced, step, self.awaits[rows])
+        if some_prefill:
+            self.prefilling[rows] = ~(decodes | ends_prefill)
+            full_grown = rows[ends_prefill & (budget > 0) & self.dense]
+            self.peak_blocks[full_grown] = self.read_only[full_grown] + self._blocks_for(self.budget[full_grown])
         return StepCounts(
             new_tokens,
             length,

@@ -87,6 +87,11 @@ class InlineCopyEngine(CopyEngine):
         self._relocate = relocate
         self._synchronize = synchronize
 
+    @property
+    def relocate(self) -> Relocate:
+        """What it was given."""
+        return self._relocate
+
     def launch(self, sources: Ints, destinations: Ints) -> None:
         if len(sources):
             make_copy(self._relocate, sources, destinations)

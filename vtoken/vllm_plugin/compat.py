@@ -158,7 +158,8 @@ class EvictingScheduler(_Scheduler):
     ) -> dict[int, EngineCoreOutputs]:
         report: StepReport | None = getattr(model_runner_output, "vtoken_report", None)
         self._end_with_error(self.vtoken.settle(plan_of(scheduler_output), report))
-        for req_id in (self._ending | self.vtoken.spoilt) & model_runner_output.req_id_to_index.keys():
+        unseen = self._ending | self.vtoken.spoilt
+        for req_id in unseen & model_runner_output.req_id_to_index.keys() if unseen else ():
             # What a request computed from a cache that is not its own must not be seen. vLLM also insists that
             # a request without a token brings no prompt logprobs.
             model_runner_output.sampled_token_ids[model_runner_output.req_id_to_index[req_id]] = []

@@ -206,6 +206,11 @@ class Engine:
         return self._engine
 
     @property
+    def evicting_worker(self) -> Any:
+        """vtoken's part of the worker. Only where engine and worker share this process, and not in stock vLLM."""
+        return self._engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.vtoken
+
+    @property
     def _scheduler(self) -> Any:
         return self._engine.engine_core.engine_core.scheduler
 

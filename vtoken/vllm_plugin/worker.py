@@ -101,6 +101,15 @@ class EvictionWorker:
         self._interrupted = self._broken = False
         self._unsettled: deque[tuple[int, dict[str, int]]] = deque()
 
+    @property
+    def copies(self) -> CopyEngine:
+        """What copies."""
+        return self._copies
+
+    def use_copies(self, copies: CopyEngine) -> None:
+        """Copy with this engine from now on. Between two steps, when everything launched is complete."""
+        self._copies = copies
+
     def wait_for_copies(self) -> None:
         """Nothing may touch the cache in a step, not even to clear a block, before the last one's copies are done."""
         try:
