@@ -34,7 +34,6 @@ NAMES = {**LABELS, "pack at once": "vtoken, pack with sudden_rise", "fill again"
 LINES = {**COLOURS, "pack at once": FURTHER[0]}
 AFTER = 16
 """Steps from a burst on, that one included, among which the slowest is sought."""
-REPEATS = 2
 MOST_NOISE = 1e-9
 
 
@@ -69,7 +68,7 @@ class Bursty(Experiment):
     def measure(self, bench: Bench) -> list[Run]:
         sizes = QUICK if bench.quick else Sizes()
         variants = [name for name in VARIANTS if not (bench.quick and name in ("pack", "fill again"))]
-        repeats = bench.wanted_repeats or (1 if bench.quick else REPEATS)
+        repeats = bench.wanted_repeats or (1 if bench.quick else bench.repeats)
         works = as_arguments(bench.requests.exactly(sizes.requests, sizes.prompt, sizes.outputs))
         quality = bench.quality_of(POLICY, BUDGET, interval=sizes.interval)
         runs: list[Run] = [{"variant": "quality", **quality}]

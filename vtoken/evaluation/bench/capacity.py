@@ -42,7 +42,7 @@ RATIO_WAYS = ("native", "none", "pack", "fill")
 PILOT = RATIO_PART = QUICK_PART = 16
 """What lengths and pools are divided by: where the search begins, over the eviction ratio, and with --quick."""
 TIMED_PART = 128
-TIMED_POLICY, TIMED_REQUESTS, TIMED_REPEATS = "h2o", 10, 3
+TIMED_POLICY, TIMED_REQUESTS = "h2o", 10
 TIMED = ("native", "none", "pack", "fill", "fill again")
 QUICK_TIMED = ("native", "fill")
 
@@ -64,7 +64,7 @@ class Capacity(Experiment):
     def _timed(self, bench: "Bench") -> list[Run]:
         setting = SETTINGS[0].scaled(TIMED_PART)
         works = as_arguments(bench.requests.exactly(TIMED_REQUESTS, setting.prompt, setting.outputs))
-        repeats = bench.wanted_repeats or (1 if bench.quick else TIMED_REPEATS)
+        repeats = bench.wanted_repeats or (1 if bench.quick else bench.repeats)
         runs: list[Run] = []
         for repeat, way in bench.interleaved(QUICK_TIMED if bench.quick else TIMED, "capacity, timed", repeats):
             reclaim = way.split()[0]
