@@ -10,7 +10,7 @@ from rich.console import Console
 
 from vtoken.config import VTokenConfig
 from vtoken.evaluation.bench.bench import Bench
-from vtoken.evaluation.bench.engines import EnginePool, EngineSpec, RunningEngine
+from vtoken.evaluation.bench.engines import EnginePool, EngineSpec
 from vtoken.evaluation.bench.load import RUN_LOAD
 from vtoken.evaluation.bench.requests import BenchRequests
 from vtoken.evaluation.bench.serve import find
@@ -21,7 +21,7 @@ HERE = "test_bench_engines:"
 class Stub:
     """Stands for an engine's process."""
 
-    def __init__(self, spec: EngineSpec) -> None:
+    def __init__(self, spec: EngineSpec, settle: Callable[[], object]) -> None:
         self.spec, self.closed = spec, False
 
     def close(self) -> None:
@@ -101,7 +101,9 @@ def test_tasks_run_on_one_engine_until_one_breaks(tiny: Callable[[str], Path], p
 
 def test_what_an_engine_refuses_is_one_sentence(tiny: Callable[[str], Path], pool: EnginePool) -> None:
     with pytest.raises(ValueError, match=r"^vtoken: .*no_such_policy"):
-        bench_on(tiny("llama-gqa"), pool).engine(VTokenConfig(policy="no_such_policy"), skip_tokenizer_init=True)
+        bench_on(tiny("llama-gqa"), pool).engine(
+            VTokenConfig(policy="no_such_policy"), skip_tokenizer_init=True
+        ).ready()
 
 
 def test_a_name_of_a_task_is_a_function() -> None:
@@ -115,7 +117,6 @@ def test_no_process_is_left(tiny: Callable[[str], Path]) -> None:
         engine = bench_on(tiny("llama-gqa"), engines).engine(
             None, num_blocks=8, max_model_len=64, skip_tokenizer_init=True
         )
-        assert isinstance(engine, RunningEngine)
         process = engine._process
-        assert process.poll() is None
-    assert process.poll() is not None
+        assert engine.num_blocks == 8 and process.is_alive()
+    assert not process.is_alive() and process.exitcode == 0

@@ -1,23 +1,27 @@
 """Engines in processes of their own that live on, so that variants can take turns without starting anew.
 
 Of their own, because native vLLM must be measured without our hooks, and because two engines in one process would share
-threads and caches.
+threads and caches. They are forked from one process that has imported vLLM and nothing of ours (see ``preloaded``), and
+those that an experiment asks for one after another start side by side.
 """
 
 import json
-import subprocess
-import sys
+import multiprocessing
 import tempfile
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import Any, NoReturn
 
 from vtoken.config import VTokenConfig
-from vtoken.evaluation.child import end, environment, tail
+from vtoken.evaluation.bench import serve
+from vtoken.evaluation.child import SECONDS_TO_END, environment, tail
 
-SERVE = (sys.executable, "-m", "vtoken.evaluation.bench.serve")
 MOST_ALIVE = 8
 """Beyond it the engine that was used longest ago is ended."""
+
+_PROCESSES = multiprocessing.get_context("forkserver")
+_PROCESSES.set_forkserver_preload(["vtoken.evaluation.bench.preloaded"])
 
 
 @dataclass(frozen=True)
@@ -39,72 +43,87 @@ class EngineSpec:
 
 
 class RunningEngine:
-    """One engine's process.
+    """One engine's process, which starts while the caller goes on, and is waited for where something is asked of it.
 
-    Attributes:
-        block_size: slots per block.
-        num_blocks: blocks that requests can hold.
+    Args:
+        spec: which engine.
+        settle: called before anything is asked of it, so that no other engine is still starting then.
 
-    Raises:
+    Raises, wherever it is waited for:
         ValueError: the configuration was refused; one sentence.
-        RuntimeError: it broke off; what it said, else the end of its stderr.
+        RuntimeError: it broke off; what it said, else the end of what it printed.
     """
 
-    def __init__(self, spec: EngineSpec) -> None:
-        self.spec = spec
-        self._stderr: IO[str] = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
-        self._process = subprocess.Popen(
-            SERVE,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._stderr,
-            encoding="utf-8",
-            env=environment(plugin=spec.vtoken is not None),
+    def __init__(self, spec: EngineSpec, settle: Callable[[], object] = lambda: None) -> None:
+        self.spec, self._settle = spec, settle
+        self._printed = tempfile.NamedTemporaryFile("r", encoding="utf-8", errors="replace")  # noqa: SIM115
+        self._pipe, theirs = _PROCESSES.Pipe()
+        self._process = _PROCESSES.Process(
+            target=serve.main,
+            args=(theirs, self._printed.name, environment(plugin=spec.vtoken is not None)),
+            daemon=True,
         )
-        try:
-            started = self._exchange(spec.to_json())
-        except BaseException:
-            self.close()
-            raise
-        self.block_size: int = started["block_size"]
-        self.num_blocks: int = started["num_blocks"]
+        self._process.start()
+        theirs.close()
+        self._started: dict[str, Any] | None = None
+        self._tell(spec.to_json())
 
     @property
     def config(self) -> VTokenConfig | None:
         return self.spec.vtoken
 
-    def do(self, task: str, **arguments: Any) -> Any:
-        """Call ``task``, "module:function", with the engine and these JSON values there; returns its result.
+    @property
+    def block_size(self) -> int:
+        """Slots per block."""
+        return int(self.ready()["block_size"])
 
-        Raises:
-            RuntimeError: it broke off.
-        """
-        return self._exchange({"task": task, "arguments": arguments})["result"]
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that requests can hold."""
+        return int(self.ready()["num_blocks"])
+
+    def ready(self) -> dict[str, Any]:
+        """Wait until the engine has started; returns what it said then."""
+        if self._started is None:
+            self._started = self._hear()
+        return self._started
+
+    def do(self, task: str, **arguments: Any) -> Any:
+        """Call ``task``, "module:function", with the engine and these JSON values there; returns its result."""
+        self._settle()
+        self.ready()
+        self._tell({"task": task, "arguments": arguments})
+        return self._hear()["result"]
 
     def close(self) -> None:
         """End the process, and wait for that."""
-        end(self._process)
-        self._stderr.close()
+        self._pipe.close()
+        self._process.join(SECONDS_TO_END)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+        self._printed.close()
 
-    def _exchange(self, message: dict[str, Any]) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
+    def _tell(self, message: dict[str, Any]) -> None:
         try:
-            self._process.stdin.write(json.dumps(message) + "\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            line = ""
-        else:
-            line = self._process.stdout.readline()
-        if not line:
-            code = self._process.wait()
-            raise RuntimeError(f"an engine ended with exit code {code}\n{tail(self._stderr)}".strip())
-        event: dict[str, Any] = json.loads(line)
+            self._pipe.send_bytes(json.dumps(message).encode())
+        except OSError:
+            self._broke_off()
+
+    def _hear(self) -> dict[str, Any]:
+        try:
+            event: dict[str, Any] = json.loads(self._pipe.recv_bytes())
+        except (EOFError, OSError):
+            self._broke_off()
         if event["event"] == "refused":
             raise ValueError(event["message"])
         if event["event"] == "failed":
             raise RuntimeError(event["message"])
         return event
+
+    def _broke_off(self) -> NoReturn:
+        self._process.join()
+        raise RuntimeError(f"an engine ended with exit code {self._process.exitcode}\n{tail(self._printed)}".strip())
 
 
 class EnginePool:
@@ -116,10 +135,13 @@ class EnginePool:
     """
 
     def __init__(
-        self, start: Callable[[EngineSpec], RunningEngine] = RunningEngine, most_alive: int = MOST_ALIVE
+        self,
+        start: Callable[[EngineSpec, Callable[[], object]], RunningEngine] = RunningEngine,
+        most_alive: int = MOST_ALIVE,
     ) -> None:
         self._start, self._most_alive = start, most_alive
         self._alive: dict[str, RunningEngine] = {}
+        self._starting: list[RunningEngine] = []
         self.started = 0
 
     def get(self, spec: EngineSpec) -> RunningEngine:
@@ -128,15 +150,22 @@ class EnginePool:
         if engine is None:
             while len(self._alive) >= self._most_alive:
                 self._close(next(iter(self._alive)))
-            engine = self._start(spec)
+            engine = self._start(spec, self.settle)
             self.started += 1
+            self._starting.append(engine)
         self._alive[spec.key] = engine  # the last one is the one used last
         return engine
 
+    def settle(self) -> None:
+        """Wait until all of them have started, so that none disturbs what is measured on another."""
+        while self._starting:
+            self._starting.pop().ready()
+
     def close(self) -> None:
         """End all of them."""
-        for key in list(self._alive):
-            self._close(key)
+        self._starting.clear()
+        with ThreadPoolExecutor() as threads:  # each takes a second
+            list(threads.map(self._close, list(self._alive)))
 
     def _close(self, key: str) -> None:
         self._alive.pop(key).close()

@@ -46,7 +46,7 @@ def measure_all(experiments: Sequence[Experiment], wishes: Wishes, console: Cons
         )
         for experiment in experiments:
             console.rule(experiment.name)
-            start = time.monotonic()
+            start, engines_before = time.monotonic(), engines.started
             runs = experiment.measure(bench)
             if not wishes.quick:
                 engines.close()
@@ -55,7 +55,9 @@ def measure_all(experiments: Sequence[Experiment], wishes: Wishes, console: Cons
             report = Report(experiment.name, runs, about)
             report.write(experiment, wishes.out)
             held.append(show(report, experiment, console))
-            console.print(f"{experiment.name}: {seconds:.0f} s; {wishes.out / experiment.name}.json, .md, .svg, .png")
+            started = engines.started - engines_before
+            console.print(f"{experiment.name}: {seconds:.0f} s, {started} engines started")
+            console.print(f"written: {wishes.out / experiment.name}.json, .md, .svg and .png", soft_wrap=True)
     return all(held)
 
 
