@@ -70,17 +70,20 @@ class Bursty(Experiment):
         variants = [name for name in VARIANTS if not (bench.quick and name in ("pack", "fill again"))]
         repeats = bench.wanted_repeats or (1 if bench.quick else bench.repeats)
         works = as_arguments(bench.requests.exactly(sizes.requests, sizes.prompt, sizes.outputs))
-        quality = bench.quality_of(POLICY, BUDGET, interval=sizes.interval)
+        quality = bench.quality_of(POLICY, BUDGET, **({} if bench.quick else {"interval": sizes.interval}))
         runs: list[Run] = [{"variant": "quality", **quality}]
-        for repeat, variant in bench.interleaved(variants, "bursty", repeats):
-            config = settings(variant, sizes.interval)
-            engine = bench.engine(
-                config,
+        engines = {
+            variant: bench.engine(
+                settings(variant, sizes.interval),
                 num_blocks=2 * sizes.requests * -(-(sizes.prompt + sizes.outputs) // 32),
                 max_model_len=1024,
                 copy=int(variant == "fill again"),
                 max_num_batched_tokens=max(sizes.requests * sizes.prompt, 2048),  # all prompts end in one step
             )
+            for variant in variants
+        }
+        for repeat, variant in bench.interleaved(variants, "bursty", repeats):
+            engine = engines[variant]
             told = engine.do(RUN_LOAD, workloads=works, series=True)
             kept = ("series", "tokens_evicted", "tokens_moved", "blocks_reclaimed", "preemptions", "peak_blocks")
             runs.append(
@@ -91,7 +94,7 @@ class Bursty(Experiment):
                     "bursts": sizes.bursts,
                     "interval": sizes.interval,
                     "block_size": engine.block_size,
-                    "theta_f": config.theta_f,
+                    "theta_f": settings(variant, sizes.interval).theta_f,
                     **{name: told[name] for name in kept},
                 }
             )

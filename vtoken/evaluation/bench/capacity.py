@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from vtoken.evaluation.bench.bench import Bench
+    from vtoken.evaluation.bench.engines import RunningEngine
 
 PAPER = {
     5427: {"native": 5, "vToken": 8},
@@ -65,16 +66,10 @@ class Capacity(Experiment):
         setting = SETTINGS[0].scaled(TIMED_PART)
         works = as_arguments(bench.requests.exactly(TIMED_REQUESTS, setting.prompt, setting.outputs))
         repeats = bench.wanted_repeats or (1 if bench.quick else bench.repeats)
+        engines = {way: _engine(bench, way, setting) for way in (QUICK_TIMED if bench.quick else TIMED)}
         runs: list[Run] = []
-        for repeat, way in bench.interleaved(QUICK_TIMED if bench.quick else TIMED, "capacity, timed", repeats):
-            reclaim = way.split()[0]
-            settings: dict[str, Any] = {"policy": TIMED_POLICY, "budget": setting.budget, "reclaim": reclaim}
-            engine = bench.engine(
-                VTokenConfig(**settings) if reclaim != "native" else None,
-                num_blocks=setting.pool * 16 // 32,
-                max_model_len=setting.prompt + setting.outputs,
-                copy=int(way.endswith("again")),
-            )
+        for repeat, way in bench.interleaved(list(engines), "capacity, timed", repeats):
+            engine = engines[way]
             told = engine.do(RUN_LOAD, workloads=works)
             kept = ("output_tokens_per_s", "peak_running", "peak_blocks", "preemptions", "tokens_evicted")
             runs.append(
@@ -136,6 +131,17 @@ class Capacity(Experiment):
             Check("timed: fill is faster than native", "above 1", f"{gain.median:.2f}", gain.median > 1, kind="aim")
         )
         return checks
+
+
+def _engine(bench: "Bench", way: str, setting: "Setting") -> "RunningEngine":
+    reclaim = way.split()[0]
+    settings: dict[str, Any] = {"policy": TIMED_POLICY, "budget": setting.budget, "reclaim": reclaim}
+    return bench.engine(
+        VTokenConfig(**settings) if reclaim != "native" else None,
+        num_blocks=setting.pool * 16 // 32,
+        max_model_len=setting.prompt + setting.outputs,
+        copy=int(way.endswith("again")),
+    )
 
 
 def _simulations(quick: bool) -> list[dict[str, Any]]:

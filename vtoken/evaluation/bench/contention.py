@@ -54,9 +54,11 @@ class Contention(Experiment):
         variants = [name for name in VARIANTS if not (bench.quick and name in ("pack", "fill again"))]
         works = as_arguments(bench.requests.exactly(sizes.requests, sizes.prompt, sizes.outputs))
         cores = usable_cores()
-        runs: list[Run] = [{"variant": "quality", **bench.quality_of(POLICY, BUDGET, interval=INTERVAL)}]
+        quality = bench.quality_of(POLICY, BUDGET, **({} if bench.quick else {"interval": INTERVAL}))
+        runs: list[Run] = [{"variant": "quality", **quality}]
+        engines = {name: bench.engine(settings(name), copy=int(name == "fill again")) for name in variants}
         for repeat, variant in bench.interleaved(variants, "contention"):
-            engine = bench.engine(settings(variant), copy=int(variant == "fill again"))
+            engine = engines[variant]
             task = RUN_LOAD if variant == "native" else RUN_TIMED
             arguments: dict[str, Any] = {"workloads": works, **({"series": True} if variant == "native" else {})}
             for state in (QUIET, BUSY) if repeat % 2 == 0 else (BUSY, QUIET):

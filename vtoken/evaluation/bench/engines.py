@@ -17,7 +17,7 @@ from vtoken.config import VTokenConfig
 from vtoken.evaluation.bench import serve
 from vtoken.evaluation.child import SECONDS_TO_END, environment, tail
 
-MOST_ALIVE = 8
+MOST_ALIVE = 10
 """Beyond it the engine that was used longest ago is ended."""
 
 _PROCESSES = multiprocessing.get_context("forkserver")

@@ -64,18 +64,18 @@ class Memory(Experiment):
         runs: list[Run] = []
         with TemporaryDirectory() as folder:
             victims = Path(folder) / "victims.json"
+            recording, replaying = _recording(bench), {m: _replaying(bench, m, victims, longest) for m in REPLAYING}
             with bench.progress("memory", len(sizes.policies) * len(MODES)) as tick:
                 for policy in sizes.policies:
                     asked = [replace(work, extra_args={"vtoken.policy": policy}) for work in works]
-                    recorded = _recording(bench).do(
+                    recorded = recording.do(
                         WATCH_BLOCKS, workloads=as_arguments(asked), record=str(victims), outputs=True
                     )
                     outputs = recorded.pop("outputs")
                     runs.append({"policy": policy, "mode": "fill", "same_outputs": True, **recorded})
                     tick()
                     again = [_forced(work, outputs[work.request_id]) for work in works]
-                    for mode in REPLAYING:
-                        engine = _replaying(bench, mode, victims, longest)
+                    for mode, engine in replaying.items():
                         found = engine.do(WATCH_BLOCKS, workloads=as_arguments(again), outputs=True)
                         same = found.pop("outputs") == outputs
                         runs.append({"policy": policy, "mode": mode, "same_outputs": same, **found})

@@ -85,9 +85,9 @@ class Prefix(Experiment):
         sizes = QUICK if bench.quick else FULL
         groups = _groups(bench, sizes)
         runs = _counted(bench, sizes)
-        with bench.progress("prefix", (1 + len(sizes.modes)) * len(sizes.degrees)) as tick:
-            for mode in (NATIVE, *sizes.modes):
-                engine = _engine(bench, mode, 2 * sizes.half * sizes.requests)
+        engines = {mode: _engine(bench, mode, 2 * sizes.half * sizes.requests) for mode in (NATIVE, *sizes.modes)}
+        with bench.progress("prefix", len(engines) * len(sizes.degrees)) as tick:
+            for mode, engine in engines.items():
                 for degree in sizes.degrees:
                     found = engine.do(
                         RUN_GROUPS,

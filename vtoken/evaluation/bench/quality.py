@@ -95,12 +95,13 @@ class Quality(Experiment):
         arguments = dict(ENGINE_ARGS)
         if not bench.quick:  # prompts are computed once for all settings: h2o alone needs every query again
             arguments |= {"num_blocks": 768, "max_model_len": 2048, "max_num_seqs": 96, "enable_prefix_caching": True}
+        kinds = dict.fromkeys(variant for variant, _, _ in variants)
+        engines = {kind: bench.engine(engine_settings(kind, bench.quick), **arguments) for kind in kinds}
         runs: list[Run] = []
         with bench.progress("quality", len(variants)) as tick:
             for variant, policy, budget in variants:
-                engine = bench.engine(engine_settings(variant, bench.quick), **arguments)
                 wanted = replace(asked, needles=[], documents=[], passages=[]) if variant == "none" else asked
-                found = ask_all(engine, wanted, policy, budget, bench.requests.tokenizer.decode)
+                found = ask_all(engines[variant], wanted, policy, budget, bench.requests.tokenizer.decode)
                 agreement = rouge_l((runs[0] if runs else found)["texts"], found["texts"])
                 runs.append({"variant": variant, "policy": policy, "budget": budget, **found, "rouge_l": agreement})
                 tick()

@@ -65,12 +65,14 @@ class QualityOf:
         """
         key = json.dumps([policy, budget, settings], sort_keys=True)
         if key not in self._known:
-            native = self._ask(None, {})
+            if "native" not in self._known:
+                self._engine(None, **ENGINE_ARGS)  # starts while the other one does
             of_engine = {name: value for name, value in settings.items() if name not in RequestOptions.model_fields}
             of_request = {name: value for name, value in settings.items() if name in RequestOptions.model_fields}
             config = offering(self._policies, **of_engine)
             asked = {"policy": policy, "budget": budget, **of_request}
             found = self._ask(config, {f"vtoken.{name}": value for name, value in asked.items()})
+            native = self._ask(None, {})
             self._known[key] = {
                 "policy": policy,
                 "budget": budget,
