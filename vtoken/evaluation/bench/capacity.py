@@ -134,7 +134,7 @@ class Capacity(Experiment):
 
 
 def _engine(bench: "Bench", way: str, setting: "Setting") -> "RunningEngine":
-    reclaim = way.split()[0]
+    reclaim = way.split(maxsplit=1)[0]
     settings: dict[str, Any] = {"policy": TIMED_POLICY, "budget": setting.budget, "reclaim": reclaim}
     return bench.engine(
         VTokenConfig(**settings) if reclaim != "native" else None,
