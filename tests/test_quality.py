@@ -410,7 +410,7 @@ def test_a_run_that_breaks_off(monkeypatch: pytest.MonkeyPatch, small_plan: Qual
 
 
 @pytest.mark.slow
-def test_quality_on_real_engines(tmp_path: Path, smollm2: Path) -> None:
+def test_quality_on_real_engines(tmp_path: Path, smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A random model with a real tokenizer: what native vLLM says is what a dense pass says."""
     pytest.importorskip("vllm")
     import oracle
@@ -429,6 +429,8 @@ def test_quality_on_real_engines(tmp_path: Path, smollm2: Path) -> None:
     ]
     (folder / "needle.jsonl").write_text(json.dumps(needle))
     (folder / "long.jsonl").write_text("\n".join(json.dumps(document) for document in documents))
+    # As exact as the dense pass, also on a processor on which the default would be bfloat16.
+    monkeypatch.setattr("vtoken.evaluation.plan.model_dtype", lambda: "float32")
     plan = make_quality_plan(model, [VTokenConfig(budget=0.3)], Wishes(data=folder))
     report = run_quality(plan, Console(file=StringIO()))
     native, evicted = report.runs

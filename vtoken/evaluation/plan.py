@@ -89,10 +89,16 @@ def make_plan(model: Path, config: VTokenConfig, options: DemoOptions) -> Plan:
 
 
 def engine_arguments(
-    text_config: Any, num_blocks: int, max_model_len: int, *, eager: bool, block_size: int = BLOCK_SIZE
+    text_config: Any,
+    num_blocks: int,
+    max_model_len: int,
+    *,
+    eager: bool,
+    block_size: int = BLOCK_SIZE,
+    dtype: str | None = None,
 ) -> dict[str, Any]:
-    """vLLM's arguments for a pool of ``num_blocks`` blocks that requests can hold."""
-    dtype = model_dtype()
+    """vLLM's arguments for a pool of ``num_blocks`` blocks that requests can hold; None is ``model_dtype()``."""
+    dtype = dtype or model_dtype()
     # vLLM keeps one block for itself.
     pool = num_blocks + 1
     engine_args: dict[str, Any] = {

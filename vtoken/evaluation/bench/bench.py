@@ -12,6 +12,7 @@ from vtoken.config import VTokenConfig
 from vtoken.evaluation.bench.engines import EnginePool, EngineSpec, RunningEngine
 from vtoken.evaluation.bench.quality_of import QualityOf
 from vtoken.evaluation.bench.requests import BenchRequests
+from vtoken.evaluation.model import model_dtype
 from vtoken.evaluation.plan import BLOCK_SIZE, engine_arguments
 
 REPEATS = 5
@@ -78,7 +79,9 @@ class Bench:
             RuntimeError: the engine did not start.
         """
         length = min(max_model_len, num_blocks * block_size, int(self.text_config.max_position_embeddings))
-        arguments = engine_arguments(self.text_config, num_blocks, length, eager=True, block_size=block_size)
+        arguments = engine_arguments(
+            self.text_config, num_blocks, length, eager=True, block_size=block_size, dtype=bench_dtype()
+        )
         arguments |= {"enable_prefix_caching": False, **engine_args}
         return self.engines.get(EngineSpec(str(self.model), vtoken, arguments, copy))
 
@@ -105,6 +108,17 @@ class Bench:
             self._quality = QualityOf(self.engine, questions, self.requests.tokenizer.decode, POLICIES)
         with self.console.status(f"quality of {policy} at {budget}"):
             return self._quality(policy, budget, **settings)
+
+
+def bench_dtype() -> str:
+    """float32 on any CPU, also where bfloat16 would be faster.
+
+    In bfloat16 the order of a sum decides near ties, so that ways of reclaiming that keep the same tokens produce other
+    texts, and a difference between two likelihoods is rounding as much as eviction.
+    """
+    import torch
+
+    return model_dtype() if torch.cuda.is_available() else "float32"
 
 
 class _Bar:

@@ -8,11 +8,10 @@ from pathlib import Path
 from rich.console import Console
 
 from vtoken.evaluation.bench.base import Check, Experiment
-from vtoken.evaluation.bench.bench import Bench
+from vtoken.evaluation.bench.bench import Bench, bench_dtype
 from vtoken.evaluation.bench.engines import EnginePool
 from vtoken.evaluation.bench.report import Report, checks_table, read_report, setting
 from vtoken.evaluation.bench.requests import BenchRequests
-from vtoken.evaluation.model import model_dtype
 from vtoken.evaluation.plan import load_model_description
 
 
@@ -51,7 +50,7 @@ def measure_all(experiments: Sequence[Experiment], wishes: Wishes, console: Cons
             if not wishes.quick:
                 engines.close()
             seconds = time.monotonic() - start
-            about = setting(wishes.model.name, model_dtype(), wishes.quick, seconds, requests.source)
+            about = setting(wishes.model.name, bench_dtype(), wishes.quick, seconds, requests.source)
             report = Report(experiment.name, runs, about)
             report.write(experiment, wishes.out)
             held.append(show(report, experiment, console))
