@@ -61,7 +61,7 @@ class StubBench(Bench):
     def __init__(self, keep: int | None = 40, file: Path | None = None) -> None:
         self.specs: list[EngineSpec] = []
 
-        def start(spec: EngineSpec) -> Any:
+        def start(spec: EngineSpec, settle: object) -> Any:
             self.specs.append(spec)
             return Here(spec, BlockEngine(spec.engine_args["block_size"], 10_000, keep=keep))
 

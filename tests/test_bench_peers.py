@@ -301,7 +301,7 @@ def test_the_whole_over_stand_ins(tmp_path: Path, interpreter: Path, monkeypatch
     (model / "model.safetensors").touch()
     started: list[EngineSpec] = []
 
-    def start(spec: EngineSpec) -> Any:
+    def start(spec: EngineSpec, settle: object) -> Any:
         started.append(spec)
         keep = spec.vtoken.budget if spec.vtoken else None
         inner = FakeEngine(32, spec.engine_args["num_gpu_blocks_override"] - 1, keep)

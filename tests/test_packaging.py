@@ -110,7 +110,7 @@ def test_what_a_package_index_shows(wheel: Path) -> None:
         "rich",
         "typer",
     ]
-    assert about.get_all("Provides-Extra") == ["demo", "dev"]
+    assert about.get_all("Provides-Extra") == ["demo", "bench", "dev"]
 
 
 def test_the_sdist_builds_the_same_wheel(wheel: Path, tree: Path, tmp_path: Path) -> None:

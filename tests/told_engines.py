@@ -46,7 +46,7 @@ class ToldBench(Bench):
     """Engines are called as their way of reclaiming, "native", or "… again" for the second of a kind."""
 
     def __init__(self, answer: Answer, **options: Any) -> None:
-        def start(spec: EngineSpec) -> Any:
+        def start(spec: EngineSpec, settle: object) -> Any:
             variant = spec.vtoken.reclaim if spec.vtoken else "native"
             self.started.append(spec)
             return _Engine(variant + " again" * spec.copy, spec, answer)
