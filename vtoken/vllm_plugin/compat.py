@@ -47,6 +47,9 @@ else:  # mixins: which scheduler and which runner they extend is for the configu
 
 logger = init_logger(__name__)
 
+PREPARE_INPUTS, RUN_MODEL = "_prepare_inputs", "_model_forward"
+"""Names of the parts of the runner's ``execute_model`` that ``phase_timer`` times."""
+
 
 def settings_of(vllm_config: Any) -> VTokenConfig:
     return vllm_config.additional_config.vtoken

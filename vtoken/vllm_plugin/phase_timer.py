@@ -7,13 +7,14 @@ from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from vtoken.vllm_plugin import compat
 from vtoken.vllm_plugin.hook_timer import ExclusiveTimer, instrument
 
 PHASES = ("schedule", "prepare inputs", "forward", "sample", "hooks", "relocation", "update", "front end")
 _METHODS = (
     (Scheduler, "schedule", "schedule"),
     (GPUModelRunner, "execute_model", "prepare inputs"),  # what is left of it: batch, attention metadata
-    (GPUModelRunner, "_model_forward", "forward"),
+    (GPUModelRunner, compat.RUN_MODEL, "forward"),
     (LogitsProcessor, "forward", "sample"),
     (GPUModelRunner, "sample_tokens", "sample"),
     (Scheduler, "update_from_output", "update"),
@@ -29,7 +30,7 @@ def timed_phases() -> Iterator[ExclusiveTimer]:
     timer = ExclusiveTimer()
     for owner, name, phase in _METHODS:
         timer.wrap(owner, name, phase)
-    timer.wrap(GPUModelRunner, "_prepare_inputs", "prepare inputs")
+    timer.wrap(GPUModelRunner, compat.PREPARE_INPUTS, "prepare inputs")
     instrument(timer)
     try:
         yield timer
