@@ -20,7 +20,7 @@ SEEN = {
     "log_likelihood_change": -0.125,
 }
 """What a quality measurement says."""
-SHOWN = ["3 (5) of 6", "-0.125"]
+SHOWN = ["3 of 6", "5 of 6", "-0.125"]
 """The same in a table."""
 
 

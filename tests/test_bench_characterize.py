@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 from block_engine import StubBench
 
-from vtoken.evaluation.bench.characterize import ASKED, FULL, OWN, QUICK, Characterize
+from vtoken.evaluation.bench.bench import POLICIES
+from vtoken.evaluation.bench.characterize import FULL, LINES, OWN, QUICK, Characterize
 
 ANY = {"requests": 2, "available": 2, "prompt_tokens": 300, "block_size": 4, "pool_differs": 0, "tokens_moved": 0}
 RUNS = [
     {**ANY, "workload": workload, "policy": policy, "tokens_evicted": 70, "full": full, "waste_ratio": waste}
+    | {"waste": [0, 0, 5, 0, 10, 5] + [0] * 14, "waste_quartiles": [0.12, waste, 0.68]}
     | {"blocks_per_request": held, "needed_per_request": 4.0}
     for workload, policy, held, waste, full in (
         ("chat", "h2o", 10.0, 0.5, [0, 2, 4, 2, 2]),
@@ -26,10 +28,10 @@ RUNS = [
 def test_table() -> None:
     (table,) = Characterize().tables(RUNS)
     assert table.shown() == [
-        ["chat", "h2o", "70", "10.0", "4.0", "60 %", "60 %", "50 %"],
-        ["chat", "random", "70", "8.0", "4.0", "50 %", "30 %", "40 %"],
-        ["long", "h2o", "70", "16.0", "4.0", "75 %", "60 %", "60 %"],
-        ["long", "random", "70", "5.0", "4.0", "20 %", "10 %", "10 %"],
+        ["chat", "h2o", "70", "10.0", "4.0", "60 %", "60 %", "50 %", "12 % / 50 % / 68 %"],
+        ["chat", "random", "70", "8.0", "4.0", "50 %", "30 %", "40 %", "12 % / 40 % / 68 %"],
+        ["long", "h2o", "70", "16.0", "4.0", "75 %", "60 %", "60 %", "12 % / 60 % / 68 %"],
+        ["long", "random", "70", "5.0", "4.0", "20 %", "10 %", "10 %", "12 % / 10 % / 68 %"],
     ]
     assert table.note.startswith("chat (2, 300 tokens) and long (2, 300 tokens); blocks of 4 tokens")
 
@@ -66,10 +68,31 @@ def test_each_check_can_fail(name: str, value: Any, failing: str) -> None:
 
 def test_figure_shows_how_full_blocks_are() -> None:
     figure = Characterize().figure(RUNS)
-    chat, _ = figure.axes
+    chat, *_ = figure.axes
     lines = {line.get_label(): list(line.get_ydata()) for line in chat.get_lines()}
     assert lines["h2o"] == [0.0, 20.0, 60.0, 80.0, 100.0]
-    assert lines["paper, half full"] == pytest.approx([56.0, 67.0])
+    assert lines["the paper's range"] == pytest.approx([56.0, 67.0])
+
+
+def test_figure_shows_the_waste_of_requests() -> None:
+    *_, chat, _ = Characterize().figure(RUNS).axes
+    h2o = next(line for line in chat.get_lines() if line.get_label() == "h2o")
+    assert list(h2o.get_xdata()) == [5.0 * n for n in range(21)]
+    assert list(h2o.get_ydata()) == [0, 0, 0, 25, 25, 75, *[100] * 15]
+    (paper,) = chat.patches
+    assert (paper.get_x(), paper.get_width()) == pytest.approx((40.0, 20.0))
+
+
+def test_all_policies_are_asked_and_told_apart() -> None:
+    assert FULL.policies == POLICIES and set(LINES) == set(POLICIES)
+    assert len(set(LINES.values())) == len(POLICIES)
+
+
+def test_a_miss_is_told_by_the_size_of_blocks() -> None:
+    missed = [check.reason for check in Characterize().checks([{**RUNS[0], "waste_ratio": 0.1}]) if not check.held]
+    assert missed == ["blocks have 4 tokens here, 16 in the paper"]
+    alike = {**RUNS[0], "waste_ratio": 0.1, "block_size": 16}
+    assert [check.reason for check in Characterize().checks([alike]) if not check.held] == [""]
 
 
 def prompt_file(directory: Path, lengths: list[int]) -> Path:
@@ -81,7 +104,7 @@ def prompt_file(directory: Path, lengths: list[int]) -> Path:
 def test_own_prompts_say_how_many_were_used(tmp_path: Path) -> None:
     bench = StubBench(file=prompt_file(tmp_path, [100, 101, 102, 103, 6000]))
     runs = Characterize().measure(bench)
-    assert [run["policy"] for run in runs] == list(QUICK.policies) and FULL.policies == ASKED
+    assert [run["policy"] for run in runs] == list(QUICK.policies)
     # Three of the five, 8 outputs in the quick form: 100, 101 and 103 tokens, of which 40 stay.
     assert {(run["workload"], run["requests"], run["available"], run["prompt_tokens"]) for run in runs} == {
         (OWN, 3, 5, 304)
@@ -92,7 +115,7 @@ def test_own_prompts_say_how_many_were_used(tmp_path: Path) -> None:
     # One engine, which naive eviction runs on and which holds the model's longest request.
     (spec,) = bench.specs
     assert spec.vtoken is not None and spec.vtoken.reclaim == "none"
-    assert set(ASKED) - {spec.vtoken.policy} <= set(spec.vtoken.request_policies)
+    assert set(POLICIES) - {spec.vtoken.policy} <= set(spec.vtoken.request_policies)
 
 
 def test_own_prompts_longer_than_usual_have_room(tmp_path: Path) -> None:

@@ -30,6 +30,8 @@ def test_blocks_are_counted_while_requests_decode() -> None:
         "block_size": 4,
         "utilization": 0.75,
         "waste_ratio": 0.25,
+        "waste": [0] * 5 + [6] + [0] * 14,
+        "waste_quartiles": [0.25, 0.25, 0.25],
         "blocks_per_request": 2.0,
         "needed_per_request": 2.0,
         "looked": 6,
@@ -55,11 +57,27 @@ def test_holes_are_noticed() -> None:
     assert (found["looked"], found["not_dense"], found["wasteful"], found["pool_differs"]) == (6, 6, 6, 3)
     assert (found["blocks_per_request"], found["needed_per_request"], found["utilization"]) == (6.0, 2.0, 0.25)
     assert found["full"] == [0, 36, 0, 0, 0]
+    assert found["waste"] == [0] * 15 + [6] + [0] * 4
 
 
 def test_a_last_block_with_one_token_is_not_wasteful() -> None:
     found = watch_blocks(BlockEngine(block_size=4, num_blocks=100, keep=5), works(1))
     assert found["utilization"] == 5 / 8 and (found["not_dense"], found["wasteful"]) == (0, 0)
+
+
+def test_the_waste_ratio_is_that_of_each_request_after_each_step() -> None:
+    # Prompts of 4, 6 and 10 tokens, of which all are kept: after three steps each has one to three more.
+    asked = as_arguments([Workload(f"r{n}", [1] * prompt, 4) for n, prompt in enumerate((4, 6, 10))])
+    found = watch_blocks(BlockEngine(block_size=4, num_blocks=100), asked)
+    live = [[prompt + step for step in range(3)] for prompt in (4, 6, 10)]
+    slots = [[4, 8, 8], [8, 8, 8], [12, 12, 12]]
+    ratios = sorted(
+        1 - n / held for row, rows in zip(live, slots, strict=True) for n, held in zip(row, rows, strict=True)
+    )
+    assert found["waste_quartiles"] == pytest.approx([ratios[2], ratios[4], ratios[6]])
+    # None; a twelfth; an eighth; a sixth; a quarter twice; three eighths.
+    assert sum(found["waste"]) == 9
+    assert {n: count for n, count in enumerate(found["waste"]) if count} == {0: 3, 1: 1, 2: 1, 3: 1, 5: 2, 7: 1}
 
 
 def test_requests_that_never_decode_are_refused() -> None:

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from vtoken.evaluation.bench.base import Check
-from vtoken.evaluation.bench.intervals import Interval, difference, interval, ratio
+from vtoken.evaluation.bench.intervals import Interval, interval, ratio
 from vtoken.evaluation.bench.report import checks_table
 from vtoken.evaluation.bench.tables import Column, Table
 
@@ -35,10 +35,6 @@ def test_ratio_is_paired_and_of_logarithms() -> None:
     assert ratio([8.0, 2.0], [1.0, 2.0]).high > found.high
     with pytest.raises(ValueError):
         ratio([1.0], [1.0, 2.0])
-
-
-def test_difference_is_paired() -> None:
-    assert difference([3.0, 5.0], [1.0, 3.0]) == Interval(2.0, 2.0, 2.0, 2)
 
 
 TABLE = Table(

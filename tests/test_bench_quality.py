@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from byte_tokenizer import EOS
+from byte_tokenizer import EOS, ByteTokenizer
 from engines import prompts, running
 
 from vtoken.evaluation.bench.intervals import Interval
-from vtoken.evaluation.bench.quality import Asked, Quality, ask_all, engine_settings, pairs_of, rouge_l
+from vtoken.evaluation.bench.quality import Asked, Quality, Sizes, ask_all, engine_settings, questions_of, rouge_l
 from vtoken.evaluation.bench.quality_of import finish, offering
+from vtoken.evaluation.bench.quality_shown import pairs_of
 from vtoken.evaluation.bench.quality_task import answer_and_write
+from vtoken.evaluation.bench.requests import BenchRequests
 from vtoken.evaluation.load import RunError
 from vtoken.evaluation.questions import Question
 from vtoken.evaluation.workloads import Workload
@@ -74,6 +76,7 @@ def test_pairs_are_the_same_prompt_and_setting(runs: list[dict[str, Any]]) -> No
     same, other = pairs_of(runs)["h2o", 0.5]
     assert (same.none, same.fill, same.identical, same.length_ratio) == (1.0, 1.0, True, 1.0)
     assert (other.none, other.fill, other.identical, other.length_ratio) == (0.75, 0.5, False, 1.0)
+    assert (same.same_words, other.same_words) == (4, 2)
     rows = EXPERIMENT.tables(runs)[1].rows
     assert [list(row[:2]) for row in rows] == [["h2o", 0.5], ["all", None]]
     assert list(rows[1][2:5]) == [2, 0.875, 0.75]
@@ -84,7 +87,19 @@ def test_pairs_are_the_same_prompt_and_setting(runs: list[dict[str, Any]]) -> No
 def test_the_interval_of_the_difference_is_over_prompts(runs: list[dict[str, Any]]) -> None:
     twice = [*runs, run("none", "random", ["a x y z", "e f"], -2.5)]
     # Four pairs of two prompts: the second one's mean difference is half of h2o's.
-    assert EXPERIMENT.tables(twice)[1].rows[-1][5] == Interval(-0.0625, -0.125, 0.0, 2)
+    table = EXPERIMENT.tables(twice)[1]
+    assert table.rows[-1][5] == Interval(-0.0625, -0.125, 0.0, 2)
+    assert table.rows[-1][2] == 4 and table.note.startswith("2 different prompts, each under every setting.")
+
+
+def test_a_prompt_that_comes_again_is_no_further_pair(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    texts = ["a" * 120, "b" * 130, "a" * 120, "too short"]
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    sizes = Sizes(needles=0, passages=1, documents=0, length=64)
+    asked = questions_of(BenchRequests(ByteTokenizer(), 8192, path), sizes)
+    assert [work.prompt_token_ids for work in asked.prompts] == [list(b"a" * 120), list(b"b" * 130)]
+    assert len({work.request_id for work in asked.prompts}) == 2
 
 
 def verdicts(runs: list[dict[str, Any]]) -> list[tuple[bool, str, str]]:
@@ -109,6 +124,15 @@ def test_checks(runs: list[dict[str, Any]]) -> None:
     ]
     runs[1]["rouge_l"] = {"p0": 0.9, "p1": 0.7}
     assert verdicts(runs)[1] == (False, "aim", "-0.0750 (-0.1000 to -0.0500)")
+
+
+def test_what_a_miss_is_told_with(runs: list[dict[str, Any]]) -> None:
+    _, change, close, length = EXPERIMENT.checks(runs)
+    assert change.reason == "1 of 2 pairs of texts differ: 0 score higher under fill, 1 lower"
+    assert close.reason == "1 of 2 pairs of texts differ, half of these only after 2 words"
+    assert length.reason == "of 2 texts 0 are longer under fill and 0 shorter: they end elsewhere"
+    runs[1]["lengths"] = {"p0": 5, "p1": 3}
+    assert EXPERIMENT.checks(runs)[3].reason == "of 2 texts 1 are longer under fill and 1 shorter: they end elsewhere"
 
 
 def test_the_figure_shows_all_four(runs: list[dict[str, Any]]) -> None:

@@ -15,7 +15,7 @@ LOOP = 100_000
 
 def usable_cores() -> list[int]:
     """Cores that this process, and so its children, may use."""
-    return sorted(os.sched_getaffinity(0))
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
 
 
 @contextmanager

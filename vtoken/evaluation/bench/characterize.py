@@ -22,13 +22,23 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 BUDGET = 0.5
-ASKED = ("h2o", "scissorhands", "random", "streaming_llm", "snapkv")
-"""The paper's four, and vtoken's default."""
 OWN = "your prompts"
 PAPER_HALF_FULL = (0.56, 0.67)
 PAPER_WASTE = (0.4, 0.6)
 TYPICAL = "h2o"
 """The policy whose figures stand beside the paper's."""
+PAPER_BLOCK = 16
+PINK, ORANGE, BLUE, _, BLACK = FURTHER
+LINES = {
+    "h2o": (PINK, "-"),
+    "scissorhands": (ORANGE, "-"),
+    "random": (BLUE, "-"),
+    "snapkv": (BLACK, "-"),
+    "streaming_llm": (BLUE, "--"),
+    "tova": (PINK, "--"),
+    "key_norm": (BLACK, "--"),
+}
+"""Colour and style of each policy: seven colours that differ for all eyes would be too many."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +53,7 @@ class Sizes:
     own: int
 
 
-FULL = Sizes(ASKED, chat=8, long=3, longest=1600, outputs=64, own=16)
+FULL = Sizes(POLICIES, chat=8, long=3, longest=1600, outputs=64, own=16)
 QUICK = Sizes(("h2o", "streaming_llm"), chat=2, long=1, longest=1400, outputs=8, own=3)
 
 
@@ -101,6 +111,7 @@ class Characterize(Experiment):
             Column("trapped", percent=True),
             Column("blocks at most half full", percent=True),
             Column("F", percent=True),
+            Column("F, quartiles"),
         ]
         rows = [
             [
@@ -112,15 +123,17 @@ class Characterize(Experiment):
                 _trapped(run),
                 at_most_half_full(run["full"]),
                 run["waste_ratio"],
+                " / ".join(f"{100 * quartile:.0f} %" for quartile in run["waste_quartiles"]),
             ]
             for run in runs
         ]
         used = " and ".join(_used(run) for run in _one_per_workload(runs))
         note = (
             f"{used}; blocks of {runs[0]['block_size']} tokens, all requests of a row at once, means over all steps "
-            "of each after its first output. Naive eviction: a block goes back once all of its tokens are dead. "
-            "Counts that depend on no clock, so that there is nothing to repeat. The paper, at blocks of 16: 56 to "
-            "67 % of blocks at most half full, F of 40 to 60 %."
+            "of each after its first output. F is the share of held slots without a live token, its quartiles those "
+            "over each request after each such step. Naive eviction: a block goes back once all of its tokens are "
+            "dead. Counts that depend on no clock, so that there is nothing to repeat. The paper, at blocks of 16: "
+            "56 to 67 % of blocks at most half full, F of 40 to 60 %."
         )
         return [
             Table(f"Blocks after eviction down to {BUDGET:g} of the prompt, nothing reclaimed", columns, rows, note)
@@ -128,20 +141,16 @@ class Characterize(Experiment):
 
     def figure(self, runs: Sequence[Run]) -> "Figure":
         workloads = list(dict.fromkeys(run["workload"] for run in runs))
-        figure, axes = new_figure(columns=len(workloads), squeeze=False, sharey=True)
-        for axis, workload in zip(axes[0], workloads, strict=True):
-            for run, colour in zip((run for run in runs if run["workload"] == workload), FURTHER, strict=False):
-                size, total = run["block_size"], sum(run["full"])
-                fullness = [100 * live / size for live in range(size + 1)]
-                shares = [100 * count / total for count in accumulate(run["full"])]
-                axis.plot(fullness, shares, color=colour, label=run["policy"], drawstyle="steps-post")
-            axis.axvline(50, color="grey", linewidth=0.8, linestyle=":")
-            low, high = (100 * share for share in PAPER_HALF_FULL)
-            axis.plot([50, 50], [low, high], color="grey", linewidth=6, alpha=0.5, label="paper, half full")
-            axis.set(title=f"{workload}: blocks held", xlabel="slots of the block in use, % at most", xlim=(0, 100))
-            axis.set(ylim=(0, 102))
-        axes[0, 0].set_ylabel("% of the blocks")
-        figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside right center")
+        figure, rows = new_figure(2, len(workloads), squeeze=False, sharey="row")
+        for (blocks, requests), workload in zip(rows.T, workloads, strict=True):
+            of = [run for run in runs if run["workload"] == workload]
+            _draw_blocks(blocks, of)
+            _draw_requests(requests, of)
+            blocks.set_title(f"{workload}: how full blocks are")
+            requests.set_title(f"{workload}: what requests waste (F)")
+        rows[0, 0].set_ylabel("% of the blocks held")
+        rows[1, 0].set_ylabel("% of requests, after each step")
+        figure.legend(*rows[0, 0].get_legend_handles_labels(), loc="outside right center")
         figure.suptitle(f"How empty are blocks when tokens are evicted one by one? (budget {BUDGET:g} of the prompt)")
         return figure
 
@@ -166,7 +175,8 @@ class Characterize(Experiment):
         )
         for run in runs:
             if run["policy"] == TYPICAL and run["workload"] != OWN:
-                half, reason = at_most_half_full(run["full"]), "blocks here are larger than the paper's, 16 tokens"
+                half, size = at_most_half_full(run["full"]), run["block_size"]
+                reason = "" if size == PAPER_BLOCK else f"blocks have {size} tokens here, {PAPER_BLOCK} in the paper"
                 for what, found, (low, high) in (
                     ("blocks at most half full", half, PAPER_HALF_FULL),
                     ("F", run["waste_ratio"], PAPER_WASTE),
@@ -201,6 +211,34 @@ def _samples(bench: Bench, sizes: Sizes) -> list[Sample]:
     if bench.quick:
         some = [replace(work, max_tokens=min(work.max_tokens, sizes.outputs)) for work in some]
     return [Sample(OWN, some, len(every))]
+
+
+def _draw_blocks(axes: Any, runs: Sequence[Run]) -> None:
+    """Blocks by their live tokens, summed up; a grey bar where the paper's are at most half full."""
+    for run in runs:
+        size = run["block_size"]
+        fullness = [100 * live / size for live in range(size + 1)]
+        colour, style = LINES[run["policy"]]
+        axes.plot(fullness, _summed(run["full"]), style, color=colour, label=run["policy"], drawstyle="steps-post")
+    axes.axvline(50, color="grey", linewidth=0.8, linestyle=":")
+    paper = [100 * share for share in PAPER_HALF_FULL]
+    axes.plot([50, 50], paper, color="grey", linewidth=6, alpha=0.5, solid_capstyle="butt", label="the paper's range")
+    axes.set(xlabel="slots of the block in use, % at most", xlim=(0, 100), ylim=(0, 102))
+
+
+def _draw_requests(axes: Any, runs: Sequence[Run]) -> None:
+    """Requests by their waste ratio, summed up; a grey bar over what the paper has."""
+    for run in runs:
+        bounds = [100 * place / len(run["waste"]) for place in range(len(run["waste"]) + 1)]
+        colour, style = LINES[run["policy"]]
+        axes.plot(bounds, [0.0, *_summed(run["waste"])], style, color=colour, label=run["policy"])
+    axes.axvspan(*(100 * share for share in PAPER_WASTE), color="grey", alpha=0.25, linewidth=0)
+    axes.set(xlabel="slots held without a live token, % below", xlim=(0, 100), ylim=(0, 102))
+
+
+def _summed(counts: Sequence[int]) -> list[float]:
+    """Of counts, the share in % up to each."""
+    return [100 * count / sum(counts) for count in accumulate(counts)]
 
 
 def _trapped(run: Run) -> float:

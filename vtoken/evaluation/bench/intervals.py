@@ -45,11 +45,6 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
     return Interval(math.exp(found.median), math.exp(found.low), math.exp(found.high), len(logs))
 
 
-def difference(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
-    """ours - theirs, paired by repeat."""
-    return interval([a - b for a, b in zip(ours, theirs, strict=True)])
-
-
 def _half_width(values: Sequence[float]) -> float:
     if len(values) < 2:
         return 0.0

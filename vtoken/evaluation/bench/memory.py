@@ -215,7 +215,7 @@ def _checks(policy: str, runs: Sequence[Run]) -> list[Check]:
 
 
 def distinct(workloads: Sequence[Workload]) -> list[Workload]:
-    """The first of those with equal prompts: recorded victims are told apart by prompt."""
+    """The first of those with equal prompts, where these are told apart by what they say, or count once."""
     first: dict[tuple[int, ...], Workload] = {}
     for work in workloads:
         first.setdefault(tuple(work.prompt_token_ids), work)

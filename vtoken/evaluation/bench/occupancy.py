@@ -11,6 +11,7 @@ from vtoken.evaluation.recorded_victims import write_victims
 from vtoken.evaluation.workloads import Workload
 
 WATCH_BLOCKS = "vtoken.evaluation.bench.occupancy:watch_blocks"
+WASTE_BINS = 20
 
 
 class BlockWatch:
@@ -23,6 +24,8 @@ class BlockWatch:
         full: blocks seen in steady decoding by the number of their live tokens, int64 [S + 1].
         held, live, needed: by output tokens produced, sums over requests of the blocks held, of their live tokens, and
             of the blocks that these would fill, int64 [outputs]; ``seen`` requests each.
+        waste: (request, step) of steady decoding by the request's waste ratio F, int64 [WASTE_BINS]: equal parts of 0
+            to 1, without their upper bounds; ``ratios`` are these F themselves.
         looked: (request, step) seen in all.
         not_dense: of these, how many held another number of blocks than their live tokens fill.
         wasteful: how many left more than S / (n + S) of their slots unused.
@@ -35,6 +38,8 @@ class BlockWatch:
         self.block_size: int = engine.block_size
         self.full = np.zeros(self.block_size + 1, dtype=np.int64)
         self.held, self.live, self.needed, self.seen = (np.zeros(outputs, dtype=np.int64) for _ in range(4))
+        self.waste = np.zeros(WASTE_BINS, dtype=np.int64)
+        self.ratios: list[float] = []
         self.looked = self.not_dense = self.wasteful = self.pool_differs = 0
 
     def __getattr__(self, name: str) -> Any:
@@ -51,13 +56,16 @@ class BlockWatch:
 
     def _look(self, counts: list[int], produced: int) -> None:
         size, held, live = self.block_size, len(counts), sum(counts)
+        slots, unused = held * size, held * size - live
         needed = -(-live // size)
         self.looked += 1
         self.not_dense += held != needed
         # F = 1 - n / (held S) <= S / (n + S), in whole numbers.
-        self.wasteful += (held * size - live) * (live + size) > size * held * size
+        self.wasteful += unused * (live + size) > size * slots
         if produced:
             self.full += np.bincount(counts, minlength=size + 1)
+            self.waste[unused * WASTE_BINS // slots] += 1
+            self.ratios.append(unused / slots)
             for sums, value in ((self.held, held), (self.live, live), (self.needed, needed), (self.seen, 1)):
                 sums[produced] += value
 
@@ -80,7 +88,8 @@ def watch_blocks(
 
     Returns:
         The attributes of ``BlockWatch``, and over all of steady decoding: ``utilization``, live tokens over slots
-        held, ``waste_ratio``, 1 less that, ``blocks_per_request`` and ``needed_per_request``.
+        held, ``waste_ratio``, 1 less that, ``waste_quartiles``, of ``ratios``, in whose place they are,
+        ``blocks_per_request`` and ``needed_per_request``.
 
     Raises:
         RunError: as ``drive``, and where no request has decoded.
@@ -100,6 +109,7 @@ def watch_blocks(
         "block_size": watch.block_size,
         "utilization": float(watch.live.sum() / slots),
         "waste_ratio": float(1 - watch.live.sum() / slots),
+        "waste_quartiles": np.percentile(watch.ratios, [25, 50, 75]).tolist(),
         "blocks_per_request": float(watch.held.sum() / seen),
         "needed_per_request": float(watch.needed.sum() / seen),
         "looked": watch.looked,
@@ -107,7 +117,7 @@ def watch_blocks(
         "wasteful": watch.wasteful,
         "pool_differs": watch.pool_differs,
     }
-    found |= {name: getattr(watch, name).tolist() for name in ("full", "held", "live", "needed", "seen")}
+    found |= {name: getattr(watch, name).tolist() for name in ("full", "waste", "held", "live", "needed", "seen")}
     for name in ("preemptions", "tokens_evicted", "tokens_moved", "blocks_reclaimed"):
         found[name] = getattr(after, name) - getattr(before, name)
     if record is not None:

@@ -108,7 +108,8 @@ class Prefix(Experiment):
         note = (
             f"{_load(first)}; {POLICY} keeps half of the prompt. A block that several requests hold counts once. Means "
             "over the steps in which all decode, of vLLM's own pool: they depend on no clock, so that there is nothing "
-            "to repeat. What naive eviction holds grows with what is generated, so the ratios do."
+            "to repeat. What naive eviction holds grows with what is generated, so the ratios do. Quality is that of "
+            f"prompts without hits: after a hit, {POLICY} has not seen the queries of the prefix, and may keep others."
         )
         rows = [[*row, *quality_cells(first["quality"])] for row in _rows(model)]
         tables = [Table("Blocks held where prompts begin alike", [*COLUMNS, *QUALITY_COLUMNS], rows, note)]

@@ -4,7 +4,6 @@ import statistics
 from typing import Any
 
 RUN_GROUPS = "vtoken.evaluation.bench.prefix_task:run_groups"
-ENDS = 8
 STEPS_FOR_PROBES = 3
 """Before the requests end; the blocks held are counted up to there."""
 
@@ -22,8 +21,8 @@ def run_groups(
         off: what a probe sets so that nothing of it is evicted.
 
     Returns:
-        blocks_per_request: distinct blocks held over requests, mean over the steps in which all decode; ``at_first``
-            and ``at_last``: of the outermost ``ENDS`` steps; ``held``: the blocks themselves, of all these steps.
+        blocks_per_request: distinct blocks held over requests, mean over the steps in which all decode; ``held``: the
+            blocks themselves, of all these steps.
         hits: tokens of each prompt that came from the cache; ``probe_hits`` those of each probe.
         probe_outputs: each probe's token, and its log-probability.
         tokens_evicted, tokens_moved, preemptions: of everything.
@@ -51,8 +50,6 @@ def run_groups(
         "requests": len(prompts),
         "block_size": engine.block_size,
         "blocks_per_request": statistics.fmean(held) / len(prompts),
-        "at_first": statistics.fmean(held[:ENDS]) / len(prompts),
-        "at_last": statistics.fmean(held[-ENDS:]) / len(prompts),
         "held": held,
         "hits": [last[name].cached_tokens for name in names],
         "probe_hits": [entry.cached_tokens for entry in asked],

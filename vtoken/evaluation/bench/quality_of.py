@@ -11,7 +11,7 @@ from typing import Any
 
 from vtoken.config import RequestOptions, VTokenConfig
 from vtoken.evaluation.bench.engines import RunningEngine
-from vtoken.evaluation.bench.tables import Cell, Column
+from vtoken.evaluation.bench.tables import Column
 from vtoken.evaluation.load import RunError
 from vtoken.evaluation.questions import Question
 from vtoken.vllm_plugin.engine import FORCED_TOKENS_PROCESSOR
@@ -24,10 +24,11 @@ ENGINE_ARGS: dict[str, Any] = {
     "logprobs_mode": "raw_logprobs",
 }
 """Of the engines that are asked; an experiment with the same ones shares them."""
-QUALITY_COLUMNS = [
-    Column("needles found (native)"),
+QUALITY_COLUMNS = (
+    Column("needles found"),
+    Column("native finds"),
     Column("log-likelihood against native, nats per token", 3, signed=True),
-]
+)
 """For a table, beside what was gained; filled by ``quality_cells``."""
 
 
@@ -107,10 +108,14 @@ class QualityOf:
         return found
 
 
-def quality_cells(quality: dict[str, Any]) -> list[Cell]:
+def quality_cells(quality: Mapping[str, Any]) -> tuple[str, str, float]:
     """What ``QualityOf`` returned, under ``QUALITY_COLUMNS``."""
-    found = f"{quality['needles_found']} ({quality['native_needles_found']}) of {quality['needles']}"
-    return [found, quality["log_likelihood_change"]]
+    needles = quality["needles"]
+    return (
+        f"{quality['needles_found']} of {needles}",
+        f"{quality['native_needles_found']} of {needles}",
+        quality["log_likelihood_change"],
+    )
 
 
 def in_words(quality: Mapping[str, Any]) -> str:

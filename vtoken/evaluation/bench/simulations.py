@@ -8,6 +8,7 @@ from multiprocessing import get_context
 from typing import Any
 
 from vtoken.evaluation.bench.base import Run
+from vtoken.evaluation.bench.burner import usable_cores
 
 
 def simulate(
@@ -38,7 +39,7 @@ def simulate(
 
 def cores() -> int:
     """That this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(usable_cores())
 
 
 def _prepare() -> None:

@@ -1,12 +1,29 @@
 """The four ways to run that experiments compare, on engines of one kind."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from vtoken.config import VTokenConfig
-from vtoken.evaluation.bench.tables import Column
+from vtoken.evaluation.bench.quality_of import QUALITY_COLUMNS, quality_cells
 from vtoken.evaluation.plan import BLOCK_SIZE
 from vtoken.evaluation.workloads import Workload
+
+__all__ = [
+    "AGAIN",
+    "EVICTING",
+    "FILL",
+    "NAIVE",
+    "NATIVE",
+    "PACK",
+    "POLICIES",
+    "QUALITY_COLUMNS",
+    "QUICK_BLOCKS",
+    "SHARE",
+    "WAYS",
+    "blocks_for",
+    "config_of",
+    "quality_cells",
+]
 
 NATIVE, NAIVE, PACK, FILL = "native", "none", "pack", "fill"
 EVICTING = (NAIVE, PACK, FILL)
@@ -32,20 +49,3 @@ def config_of(way: str) -> VTokenConfig | None:
 def blocks_for(works: Sequence[Workload], requests: int, block_size: int = BLOCK_SIZE) -> int:
     """Blocks that hold so many of the longest of these requests, with all of their tokens."""
     return requests * max(-(-work.total_tokens // block_size) for work in works)
-
-
-QUALITY_COLUMNS = (
-    Column("needles found"),
-    Column("native finds"),
-    Column("log-likelihood against native, nats per token", 3, signed=True),
-)
-
-
-def quality_cells(quality: Mapping[str, Any]) -> tuple[str, str, float]:
-    """What ``Bench.quality_of`` returned, for ``QUALITY_COLUMNS``."""
-    needles = quality["needles"]
-    return (
-        f"{quality['needles_found']} of {needles}",
-        f"{quality['native_needles_found']} of {needles}",
-        quality["log_likelihood_change"],
-    )
