@@ -1,5 +1,6 @@
 """``vtoken bench``."""
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -9,6 +10,8 @@ from rich.console import Console
 
 TABLE_WIDTH = 140
 OUT = Path("bench-results")
+TO_SHOW = ("matplotlib", "scipy")
+TO_MEASURE = (*TO_SHOW, "rouge_score")
 
 
 def bench(
@@ -52,11 +55,12 @@ def bench(
         console.width = max(console.width, TABLE_WIDTH)
     with failures():
         experiments = load_experiments(name)
+        check_libraries(TO_SHOW if again else TO_MEASURE)
         make_folder(out)
         if again:
             held = show_again(experiments, out, console)
         else:
-            check_inputs(workload, model)
+            check_inputs(workload, data, model)
             check_vllm()
             wishes = Wishes(model or own_model(), out, quick, repeat, workload, data, openvino_python)
             held = measure_all(experiments, wishes, console)
@@ -76,14 +80,20 @@ def make_folder(path: Path) -> None:
         raise ValueError(f"--out {path} cannot be written ({error.strerror}); give another directory.") from None
 
 
-def check_inputs(workload: Path | None, model: Path | None) -> None:
-    """Raises ValueError, in one sentence, for files that are not there, and for libraries that are missing."""
+def check_libraries(needed: Sequence[str]) -> None:
+    """Raises ValueError, in one sentence, unless they are installed."""
+    missing = [library for library in needed if find_spec(library) is None]
+    if missing:
+        raise ValueError(f"vtoken bench needs {' and '.join(missing)}; run: pip install 'vtoken[bench]'")
+
+
+def check_inputs(workload: Path | None, data: Path | None, model: Path | None) -> None:
+    """Raises ValueError, in one sentence, for files and directories that are not there."""
     from vtoken.evaluation.plan import check_model_directory
+    from vtoken.evaluation.questions import data_directory
 
     if workload is not None and not workload.is_file():
         raise ValueError(f"--workload {workload} does not exist; give the path of a JSON-lines file.")
+    data_directory(data)
     if model is not None:
         check_model_directory(model)
-    missing = [library for library in ("matplotlib", "rouge_score", "scipy") if find_spec(library) is None]
-    if missing:
-        raise ValueError(f"vtoken bench needs {' and '.join(missing)}; run: pip install 'vtoken[bench]'")

