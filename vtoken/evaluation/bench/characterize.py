@@ -123,7 +123,7 @@ class Characterize(Experiment):
                 _trapped(run),
                 at_most_half_full(run["full"]),
                 run["waste_ratio"],
-                " / ".join(f"{100 * quartile:.0f} %" for quartile in run["waste_quartiles"]),
+                " / ".join(f"{100 * quartile:.0f}" for quartile in run["waste_quartiles"]) + " %",
             ]
             for run in runs
         ]

@@ -87,9 +87,9 @@ def watch_blocks(
         outputs: also return the tokens of every request, by id.
 
     Returns:
-        The attributes of ``BlockWatch``, and over all of steady decoding: ``utilization``, live tokens over slots
-        held, ``waste_ratio``, 1 less that, ``waste_quartiles``, of ``ratios``, in whose place they are,
-        ``blocks_per_request`` and ``needed_per_request``.
+        The attributes of ``BlockWatch``, with ``waste_quartiles`` in place of ``ratios``, and over all of steady
+        decoding: ``utilization``, live tokens over slots held, ``waste_ratio``, 1 less that, ``blocks_per_request`` and
+        ``needed_per_request``.
 
     Raises:
         RunError: as ``drive``, and where no request has decoded.
