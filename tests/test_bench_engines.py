@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from vtoken.config import VTokenConfig
-from vtoken.evaluation.bench.bench import Bench
+from vtoken.evaluation.bench.bench import Bench, in_any_order
 from vtoken.evaluation.bench.engines import EnginePool, EngineSpec
 from vtoken.evaluation.bench.load import RUN_LOAD
 from vtoken.evaluation.bench.requests import BenchRequests
@@ -56,11 +56,29 @@ def test_the_engine_used_longest_ago_is_ended() -> None:
 def test_repeats_take_turns() -> None:
     bench = Bench(Path(), None, None, EnginePool(), Console(quiet=True), wanted_repeats=3)  # type: ignore[arg-type]
     turns = list(bench.interleaved("abc", "letters"))
-    assert turns == [(0, "a"), (0, "b"), (0, "c"), (1, "b"), (1, "c"), (1, "a"), (2, "c"), (2, "a"), (2, "b")]
+    assert [repeat for repeat, _ in turns] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert [sorted(letter for _, letter in turns[n : n + 3]) for n in (0, 3, 6)] == [["a", "b", "c"]] * 3
     bench.wanted_repeats = None
     assert len(list(bench.interleaved("ab", "letters"))) == 10
     bench.quick = True
     assert len(list(bench.interleaved("ab", "letters"))) == 4
+
+
+def test_nobody_always_follows_the_same_one() -> None:
+    orders = [in_any_order("abcdef", repeat) for repeat in range(5)]
+    assert orders == [in_any_order("abcdef", repeat) for repeat in range(5)]
+    followers = {
+        letter: {order[n + 1] for order in orders for n in range(5) if order[n] == letter} for letter in "abcdef"
+    }
+    assert min(len(found) for found in followers.values()) > 1
+
+
+def test_compiled_engines_are_counted() -> None:
+    pool = EnginePool(Stub)  # type: ignore[arg-type]
+    for copy, eager in enumerate((True, False, True)):
+        pool.get(spec(copy, enforce_eager=eager))
+    pool.get(spec(1, enforce_eager=False))
+    assert (pool.started, pool.compiled) == (3, 1)
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """What an experiment is given: the model, the workloads, engines, repeats in turn, and a progress bar."""
 
+import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -88,12 +89,11 @@ class Bench:
     def interleaved(
         self, variants: Sequence[Variant], what: str, repeats: int | None = None
     ) -> Iterator[tuple[int, Variant]]:
-        """(repeat, variant), each variant once per repeat and every repeat in another order, so that drift hits all."""
+        """(repeat, variant), each variant once per repeat, in an order drawn for it, so that drift hits all alike."""
         repeats = repeats or self.repeats
         with self.progress(what, repeats * len(variants)) as tick:
             for repeat in range(repeats):
-                turn = repeat % len(variants)
-                for variant in [*variants[turn:], *variants[:turn]]:
+                for variant in in_any_order(variants, repeat):
                     yield repeat, variant
                     tick()
 
@@ -119,6 +119,11 @@ def bench_dtype() -> str:
     import torch
 
     return model_dtype() if torch.cuda.is_available() else "float32"
+
+
+def in_any_order(variants: Sequence[Variant], repeat: int) -> list[Variant]:
+    """The order of a repeat: drawn, since in a rotation everybody always follows the same one."""
+    return random.Random(repeat).sample(variants, len(variants))
 
 
 class _Bar:

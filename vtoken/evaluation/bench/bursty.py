@@ -192,6 +192,7 @@ class Bursty(Experiment):
                 str(sum(steps == 0 for steps in late)),
                 all(steps == 0 for steps in late),
                 "aim",
+                "S/(n+S) itself is above theta_F for a request that keeps less than three blocks of tokens",
             )
         )
         if compared := ratios(runs).get(FILL_AGAINST_NONE):
@@ -202,12 +203,20 @@ class Bursty(Experiment):
                     Column("", 2).show(compared),
                     compared.low <= 1.0,
                     "aim",
+                    f"fill moves {_moved_in_a_burst(runs, 'fill'):.0f} tokens in a burst, none moves nothing",
                 )
             )
         return checks
 
 
 FILL_AGAINST_NONE = "fill / none"
+
+
+def _moved_in_a_burst(runs: Sequence[Run], variant: str) -> float:
+    run = next(run for run in runs if run["variant"] == variant)
+    return float(run["tokens_moved"] / run["bursts"])
+
+
 COMPARED = {
     "fill / the same again (A/A)": ("fill", "fill again"),
     FILL_AGAINST_NONE: ("fill", "none"),

@@ -27,13 +27,14 @@ PAPER = {
 SETTINGS = [Setting(prompt=4320, outputs=12000, budget=8192, pool=pool) for pool in PAPER]
 EVICTED_SHARE = 512
 """Of the budget that is evicted at a time, one part in so many: 16 tokens of 8,192, which saves most of the time."""
+COUNTED_POLICY = "random"
 WAYS: dict[str, dict[str, Any] | None] = {
     "native": None,
-    "none": {"policy": "random", "reclaim": "none"},
+    "none": {"policy": COUNTED_POLICY, "reclaim": "none"},
     "none, window": {"policy": "streaming_llm", "reclaim": "none"},
-    "pack": {"policy": "random", "reclaim": "pack"},
-    "pack, eager": {"policy": "random", "reclaim": "pack", "theta_f": 0.02},
-    "fill": {"policy": "random", "reclaim": "fill"},
+    "pack": {"policy": COUNTED_POLICY, "reclaim": "pack"},
+    "pack, eager": {"policy": COUNTED_POLICY, "reclaim": "pack", "theta_f": 0.02},
+    "fill": {"policy": COUNTED_POLICY, "reclaim": "fill"},
 }
 NAMES = {**LABELS, "none, window": "none, sliding window", "pack, eager": "vtoken, pack with theta_F 0.02"}
 DEMANDING = ("native", "none", "fill")
@@ -42,10 +43,11 @@ RATIOS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
 RATIO_WAYS = ("native", "none", "pack", "fill")
 PILOT = RATIO_PART = QUICK_PART = 16
 """What lengths and pools are divided by: where the search begins, over the eviction ratio, and with --quick."""
-TIMED_PART = 128
 TIMED_POLICY, TIMED_REQUESTS = "h2o", 10
-TIMED = ("native", "none", "pack", "fill", "fill again")
-QUICK_TIMED = ("native", "fill")
+TIMED_PART, TIMED = 64, ("native", "none", "pack", "fill", "fill again")
+LONG_PART, LONG = 4, ("native", "fill")
+"""A quarter of the length, at which a run takes minutes: once each."""
+QUICK_TIMED_PART, QUICK_TIMED = 128, ("native", "fill")
 
 
 class Capacity(Experiment):
@@ -59,22 +61,25 @@ class Capacity(Experiment):
         tasks = _simulations(bench.quick)
         with bench.progress("capacity, block counts", len(tasks)) as tick:
             runs = simulate(_simulated, tasks, tick, cores())
-        quality = bench.quality_of(TIMED_POLICY, 0.5)
-        return [*runs, {"part": "quality", **quality}, *self._timed(bench)]
+        runs += [{"part": "quality", **bench.quality_of(policy, 0.5)} for policy in (TIMED_POLICY, COUNTED_POLICY)]
+        if bench.quick:
+            return [*runs, *self._timed(bench, "timed", QUICK_TIMED_PART, QUICK_TIMED, bench.wanted_repeats or 1)]
+        runs += self._timed(bench, "timed", TIMED_PART, TIMED, bench.repeats)
+        return [*runs, *self._timed(bench, "long", LONG_PART, LONG, 1)]
 
-    def _timed(self, bench: "Bench") -> list[Run]:
-        setting = SETTINGS[0].scaled(TIMED_PART)
+    def _timed(self, bench: "Bench", part: str, scale: int, ways: Sequence[str], repeats: int) -> list[Run]:
+        setting = SETTINGS[0].scaled(scale)
         works = as_arguments(bench.requests.exactly(TIMED_REQUESTS, setting.prompt, setting.outputs))
-        repeats = bench.wanted_repeats or (1 if bench.quick else bench.repeats)
-        engines = {way: _engine(bench, way, setting) for way in (QUICK_TIMED if bench.quick else TIMED)}
+        engines = {way: _engine(bench, way, setting) for way in ways}
         runs: list[Run] = []
-        for repeat, way in bench.interleaved(list(engines), "capacity, timed", repeats):
+        for repeat, way in bench.interleaved(ways, f"capacity, 1/{scale} of the length, timed", repeats):
             engine = engines[way]
             told = engine.do(RUN_LOAD, workloads=works)
-            kept = ("output_tokens_per_s", "peak_running", "peak_blocks", "preemptions", "tokens_evicted")
+            kept = ("output_tokens_per_s", "seconds", "peak_running", "peak_blocks", "preemptions", "tokens_evicted")
             runs.append(
                 {
-                    "part": "timed",
+                    "part": part,
+                    "scale": scale,
                     "way": way,
                     "repeat": repeat,
                     "setting": setting.to_json(),
@@ -86,7 +91,8 @@ class Capacity(Experiment):
         return runs
 
     def tables(self, runs: Sequence[Run]) -> list[Table]:
-        return [_capacities(runs), _over_ratio(runs), _demand(runs), _timed_table(runs)]
+        parts = [part for part in ("timed", "long") if _of_part(runs, part)]
+        return [_capacities(runs), _over_ratio(runs), _demand(runs), *(_timed_table(runs, part) for part in parts)]
 
     def figure(self, runs: Sequence[Run]) -> "Figure":
         figure, (left, right) = new_figure(1, 2)
@@ -121,16 +127,35 @@ class Capacity(Experiment):
             found = {run["way"]: run for run in runs if run["part"] == "capacity" and run["setting"]["pool"] == pool}
             setting = Setting(**found["fill"]["setting"])
             checks += _capacity_checks(setting, found)
-        timed = [run for run in runs if run["part"] == "timed"]
-        for way in dict.fromkeys(run["way"] for run in timed if run["way"] != "native"):
-            evicted = min(run["tokens_evicted"] for run in timed if run["way"] == way)
-            checks.append(Check(f"timed, {way}: evictions fired", "more than 0", f"{evicted:,}", evicted > 0))
-        speeds = {way: [run["output_tokens_per_s"] for run in timed if run["way"] == way] for way in ("fill", "native")}
-        gain = ratio(speeds["fill"], speeds["native"])
-        checks.append(
-            Check("timed: fill is faster than native", "above 1", f"{gain.median:.2f}", gain.median > 1, kind="aim")
-        )
+        for part in ("timed", "long"):
+            if timed := _of_part(runs, part):
+                checks += _timed_checks(timed)
         return checks
+
+
+def _of_part(runs: Sequence[Run], part: str) -> list[Run]:
+    return [run for run in runs if run["part"] == part]
+
+
+def _timed_checks(timed: Sequence[Run]) -> list[Check]:
+    scale = timed[0]["scale"]
+    checks: list[Check] = []
+    for way in dict.fromkeys(run["way"] for run in timed if run["way"] != "native"):
+        evicted = min(run["tokens_evicted"] for run in timed if run["way"] == way)
+        checks.append(Check(f"timed, 1/{scale}, {way}: evictions fired", "more than 0", f"{evicted:,}", evicted > 0))
+    speeds = {way: [run["output_tokens_per_s"] for run in timed if run["way"] == way] for way in ("fill", "native")}
+    gain = ratio(speeds["fill"], speeds["native"])
+    checks.append(
+        Check(
+            f"timed, 1/{scale}: fill is faster than native",
+            "above 1",
+            f"{gain.median:.2f}",
+            gain.median > 1,
+            "aim",
+            "twice the requests share the cores, and a step takes longer with them",
+        )
+    )
+    return checks
 
 
 def _engine(bench: "Bench", way: str, setting: "Setting") -> "RunningEngine":
@@ -227,7 +252,8 @@ def _capacity_checks(setting: Setting, found: dict[str, Run]) -> list[Check]:
             str(setting.ideal),
             str(capacity["fill"]),
             capacity["fill"] >= setting.ideal,
-            kind="aim",
+            "aim",
+            "a prompt needs its whole length at once before it is reduced, or requests overlap less than their lengths",
         )
     )
     return checks
@@ -272,7 +298,7 @@ def _capacities(runs: Sequence[Run]) -> Table:
         "evicted at a time; victims random, or all but a sliding window. Each number has been run, and so has the next "
         "one, which fails as the last column says. pack with its defaults packs only where more than theta_F = 0.25 of "
         "all slots are waste, so that a request takes up to a third more than its budget; fill has no such threshold. "
-        "The paper's numbers were measured on one H100."
+        f"The paper's numbers were measured on one H100. {_quality(runs, COUNTED_POLICY)}"
     )
     return Table("Requests that run at once to their ends", columns, rows, note)
 
@@ -296,7 +322,7 @@ def _over_ratio(runs: Sequence[Run]) -> Table:
         f"As above, with everything divided by {RATIO_PART}: requests of {first['prompt']:,} + {first['outputs']:,} "
         f"tokens, a pool of {first['pool']:,} blocks, of which a full request takes "
         f"{Setting(**first).full_blocks}. A prompt is there whole once, before it is reduced, so with small budgets "
-        "it is prompts that limit how many can begin."
+        f"it is prompts that limit how many can begin. {_quality(runs, COUNTED_POLICY)}"
     )
     return Table("Requests at once over the eviction ratio", columns, rows, note)
 
@@ -315,8 +341,12 @@ def _demand(runs: Sequence[Run]) -> Table:
     return Table("Block demand over concurrency", columns, rows, note)
 
 
-def _timed_table(runs: Sequence[Run]) -> Table:
-    timed = [run for run in runs if run["part"] == "timed"]
+def _quality(runs: Sequence[Run], policy: str) -> str:
+    return in_words(next(run for run in _of_part(runs, "quality") if run["policy"] == policy))
+
+
+def _timed_table(runs: Sequence[Run], part: str) -> Table:
+    timed = _of_part(runs, part)
     ways = list(dict.fromkeys(run["way"] for run in timed))
     speeds = {way: [run["output_tokens_per_s"] for run in timed if run["way"] == way] for way in ways}
     rows = []
@@ -326,6 +356,7 @@ def _timed_table(runs: Sequence[Run]) -> Table:
             [
                 NAMES.get(way, f"{NAMES[way.split()[0]]} (A/A)"),
                 max(run["peak_running"] for run in mine),
+                interval([run["seconds"] for run in mine]),
                 interval(speeds[way]),
                 ratio(speeds[way], speeds["native"]),
                 max(run["peak_blocks"] for run in mine),
@@ -336,22 +367,23 @@ def _timed_table(runs: Sequence[Run]) -> Table:
     columns = [
         Column("way of reclaiming"),
         Column("most running at once"),
+        Column("seconds", 1),
         Column("output tokens/s", 1),
         Column("over native", 2),
         Column("most blocks held"),
         Column("preemptions"),
         Column("tokens evicted"),
     ]
-    first, quality = timed[0], next(run for run in runs if run["part"] == "quality")
-    floor = ""
+    first = timed[0]
+    floor = "" if len(timed) > len(ways) else " One run each."
     if "fill again" in speeds:
         again = ratio(speeds["fill again"], speeds["fill"])
         floor = f" The same twice (A/A) differs by {again.low:.2f} to {again.high:.2f}."
     note = (
-        f"Timed, with the real model and everything divided by {TIMED_PART}, since this takes a processor: "
+        f"Timed, with the real model and everything divided by {first['scale']}, since this takes a processor: "
         f"{TIMED_REQUESTS} requests of {first['setting']['prompt']} + {first['setting']['outputs']} tokens at once, a "
         f"pool of {first['num_blocks']} blocks of {first['block_size']}, {TIMED_POLICY} with a budget of "
         f"{first['setting']['budget']} tokens. Whom vLLM admits beyond what fits to the end it preempts, and computes "
-        f"anew.{floor} {in_words(quality)}"
+        f"anew.{floor} {_quality(runs, TIMED_POLICY)}"
     )
-    return Table("The same in time, with a model", columns, rows, note)
+    return Table(f"The same in time, with a model, at 1/{first['scale']} of the length", columns, rows, note)

@@ -127,7 +127,7 @@ class RunningEngine:
 
 
 class EnginePool:
-    """Engines by what they were started with.
+    """Engines by what they were started with. ``started`` and, of these, ``compiled`` count them.
 
     Args:
         start: makes one; raises as ``RunningEngine`` does.
@@ -143,6 +143,7 @@ class EnginePool:
         self._alive: dict[str, RunningEngine] = {}
         self._starting: list[RunningEngine] = []
         self.started = 0
+        self.compiled = 0
 
     def get(self, spec: EngineSpec) -> RunningEngine:
         """The engine of that kind, started if there is none."""
@@ -152,6 +153,7 @@ class EnginePool:
                 self._close(next(iter(self._alive)))
             engine = self._start(spec, self.settle)
             self.started += 1
+            self.compiled += not spec.engine_args.get("enforce_eager", False)
             self._starting.append(engine)
         self._alive[spec.key] = engine  # the last one is the one used last
         return engine

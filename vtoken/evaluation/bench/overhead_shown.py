@@ -14,6 +14,7 @@ from vtoken.evaluation.bench.ways import QUALITY_COLUMNS, quality_cells
 STOCK, AGAIN, HOOKS = "stock", "stock again", "hooks on, nothing to evict"
 EVICTING = "one eviction per request and step"
 MODES = ("async", "inline", "force_sync")
+ASYNC_AGAIN = "async again"
 NARROW = 0.03
 """The half-width of the A/A interval that is asked for."""
 MOST_REPEATS = 14
@@ -30,6 +31,14 @@ def part_of(runs: Sequence[Run], part: str, **fields: Any) -> list[Run]:
 def concurrencies(runs: Sequence[Run]) -> list[int]:
     """How many requests decoded where the indirection alone was measured."""
     return sorted({run["concurrency"] for run in part_of(runs, "load")})
+
+
+def breakdowns(runs: Sequence[Run]) -> dict[tuple[int, str], list[Run]]:
+    """The repeats under the clock, by number of requests and variant."""
+    found: dict[tuple[int, str], list[Run]] = {}
+    for run in part_of(runs, "breakdown"):
+        found.setdefault((run["concurrency"], run["variant"]), []).append(run)
+    return found
 
 
 def _values(runs: Sequence[Run], name: str, **fields: Any) -> list[float]:
@@ -74,7 +83,7 @@ def load_table(runs: Sequence[Run]) -> Table:
         f"All requests decode; a repeat is {steps} steps of each engine, in {SLICES} turns. Medians with 95 % "
         f"intervals; ratios are paired by repeat, and repeats are added until the A/A intervals are within "
         f"{NARROW:.0%} either way, or there are {MOST_REPEATS}, or the pool is full. Each request has a budget, "
-        "which it does not reach."
+        "which it does not reach. hooks on: streaming_llm, which never looks at attention; vLLM's compilation is on."
     )
     return Table("The indirection alone", columns, rows, note)
 
@@ -82,16 +91,16 @@ def load_table(runs: Sequence[Run]) -> Table:
 def share_table(runs: Sequence[Run]) -> Table:
     rows = [
         (
-            run["concurrency"],
-            run["variant"],
-            run["tokens_evicted"] / run["steps"],
-            run["step_ms"],
-            run["phases"]["hooks"],
-            run["hooks_share"],
-            run["phases"]["relocation"],
+            concurrency,
+            variant,
+            sum(run["tokens_evicted"] for run in mine) / sum(run["steps"] for run in mine),
+            interval([run["step_ms"] for run in mine]),
+            interval([run["phases"]["hooks"] for run in mine]),
+            interval([run["hooks_share"] for run in mine]),
+            interval([run["phases"]["relocation"] for run in mine]),
         )
-        for run in part_of(runs, "breakdown")
-        if run["variant"] != STOCK
+        for (concurrency, variant), mine in breakdowns(runs).items()
+        if variant != STOCK
     ]
     columns = [
         Column("requests"),
@@ -102,33 +111,46 @@ def share_table(runs: Sequence[Run]) -> Table:
         Column("share of the step", 2, percent=True),
         Column("relocation, ms", 2),
     ]
-    note = "Hooks: outermost frames of vtoken less the vLLM calls inside them, with the clock's own cost in them."
+    one = part_of(runs, "breakdown")[0]
+    note = (
+        "Hooks: outermost frames of vtoken less the vLLM calls inside them, with the clock's own cost in them. "
+        f"Repeats of {one['steps']} steps."
+    )
     return Table("Time inside our hooks", columns, rows, note)
 
 
 def phase_table(runs: Sequence[Run]) -> Table:
-    found = _of_smallest(runs)
-    columns = [Column("phase"), *(Column(f"{run['variant']}, ms", 2) for run in found)]
-    rows: list[tuple[Any, ...]] = [(phase, *(run["phases"][phase] for run in found)) for phase in found[0]["phases"]]
-    rows.append(("step", *(run["step_ms"] for run in found)))
+    found = _mean_phases(runs)
+    columns = [Column("phase"), *(Column(f"{variant}, ms", 2) for variant in found)]
+    rows: list[tuple[Any, ...]] = [
+        (phase, *(phases[phase] for phases in found.values())) for phase in next(iter(found.values()))
+    ]
+    rows.append(("step", *(sum(phases.values()) for phases in found.values())))
     note = (
-        "Mean of so many steps: "
-        + ", ".join(f"{run['steps']} ({run['variant']})" for run in found)
-        + ". Every moment counts for the innermost phase. Where there are evictions contexts are longer, so forwards "
-        "do not compare across columns."
+        "Means of the same steps. Every moment counts for the innermost phase. Where there are evictions contexts are "
+        "longer, so forwards do not compare across columns."
     )
-    return Table(f"A decode step of {found[0]['concurrency']} requests, phase by phase", columns, rows, note)
+    return Table(f"A decode step of {_smallest(runs)} requests, phase by phase", columns, rows, note)
 
 
-def _of_smallest(runs: Sequence[Run]) -> list[Run]:
-    """The breakdowns at the smallest number of requests, where all three are."""
-    return part_of(runs, "breakdown", concurrency=min(run["concurrency"] for run in part_of(runs, "breakdown")))
+def _smallest(runs: Sequence[Run]) -> int:
+    """The number of requests at which all three variants were under the clock."""
+    return min(run["concurrency"] for run in part_of(runs, "breakdown"))
+
+
+def _mean_phases(runs: Sequence[Run]) -> dict[str, dict[str, float]]:
+    """Milliseconds per step by phase, of each variant."""
+    return {
+        variant: {phase: float(np.mean([run["phases"][phase] for run in mine])) for phase in mine[0]["phases"]}
+        for (concurrency, variant), mine in breakdowns(runs).items()
+        if concurrency == _smallest(runs)
+    }
 
 
 def copy_table(runs: Sequence[Run]) -> Table:
     rows = []
     inline = [run["output_tokens_per_s"] for run in part_of(runs, "copies", variant="inline")]
-    for mode in MODES:
+    for mode in (*MODES, ASYNC_AGAIN):
         mine = part_of(runs, "copies", variant=mode)
         rows.append(
             (
@@ -152,7 +174,7 @@ def copy_table(runs: Sequence[Run]) -> Table:
     note = (
         "fill, random victims in bursts, one engine whose way of copying is exchanged; per relocation. async copies "
         "on a thread beside sampling and scheduling; force_sync does that and waits at once; inline copies on the "
-        "host's own thread."
+        "host's own thread. async stands there twice (A/A)."
     )
     return Table("Copies", columns, rows, note)
 
@@ -188,18 +210,19 @@ def draw_ratios(axes: Any, runs: Sequence[Run]) -> None:
 
 def draw_phases(axes: Any, runs: Sequence[Run]) -> None:
     """Without the forward, beside which nothing else could be seen."""
-    found = _of_smallest(runs)
+    found = _mean_phases(runs)
     names = {STOCK: "stock", HOOKS: "hooks on,\nnothing to evict", EVICTING: "one eviction per\nrequest and step"}
     colours = ("#0072b2", "#56b4e9", "#e69f00", "#d55e00", "#000000", "#cc79a7", "#f0e442")
     bottom = np.zeros(len(found))
-    for phase, colour in zip([phase for phase in found[0]["phases"] if phase != "forward"], colours, strict=True):
-        values = np.array([run["phases"][phase] for run in found])
+    phases = [phase for phase in next(iter(found.values())) if phase != "forward"]
+    for phase, colour in zip(phases, colours, strict=True):
+        values = np.array([spent[phase] for spent in found.values()])
         axes.bar(range(len(found)), values, bottom=bottom, color=colour, label=phase, width=0.6)
         bottom += values
-    labels = [f"{names[run['variant']]}\n(forward: {run['phases']['forward']:.0f} ms)" for run in found]
+    labels = [f"{names[variant]}\n(forward: {spent['forward']:.0f} ms)" for variant, spent in found.items()]
     axes.set_xticks(range(len(found)), labels, fontsize=8)
     axes.set_ylabel("ms per step beside the forward")
-    axes.set_title(f"Where does a step of {found[0]['concurrency']} requests go?")
+    axes.set_title(f"Where does a step of {_smallest(runs)} requests go?")
     handles, labels = axes.get_legend_handles_labels()
     axes.legend(handles[::-1], labels[::-1], fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
 

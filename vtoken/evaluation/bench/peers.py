@@ -118,16 +118,17 @@ def _looks(bench: Bench, sizes: Sizes, works: Sequence[Workload], engines: dict[
     variants = [variant for variant in engines if variant != report.AGAIN]
     with bench.progress("peers: prompts alone, and needles", 2 * len(variants)) as tick:
         for variant in variants:
-            found = engines[variant](prompts)
-            about = {"requests": len(prompts), "tokens": sum(len(work.prompt_token_ids) for work in prompts)}
-            runs.append({"kind": "prompts", "variant": variant, "seconds": found["seconds"], **about})
-            tick()
             outputs = engines[variant](needles)["outputs"]
             hits = sum(
                 any(answer in tokenizer.decode(outputs[needle.request_id]) for answer in needle.answers or [])
                 for needle in needles
             )
             runs.append({"kind": "needles", "variant": variant, "needles": len(needles), "found": hits})
+            tick()
+            # After the needles, which leave the engine warm.
+            found = engines[variant](prompts)
+            about = {"requests": len(prompts), "tokens": sum(len(work.prompt_token_ids) for work in prompts)}
+            runs.append({"kind": "prompts", "variant": variant, "seconds": found["seconds"], **about})
             tick()
     return runs
 

@@ -6,7 +6,7 @@ from statistics import median
 from typing import Any
 
 from vtoken.evaluation.bench.base import Check, Experiment, Run
-from vtoken.evaluation.bench.bench import Bench
+from vtoken.evaluation.bench.bench import Bench, in_any_order
 from vtoken.evaluation.bench.engines import RunningEngine
 from vtoken.evaluation.bench.figures import COLOURS, LABELS, MARKERS, new_figure
 from vtoken.evaluation.bench.intervals import Interval, interval, ratio
@@ -37,8 +37,6 @@ BASE = 8
 SLACK = 1.05
 CLOSE = 0.15
 """A point whose first run is within this share of the bound, on either side, is repeated as the selected one is."""
-FURTHER_REPEATS = 3
-"""Of the policies after the first one, of which there are as many runs again."""
 PROMPTS = "prompts alone"
 
 
@@ -109,7 +107,7 @@ class _Sweep:
         self._clients = (2, 4, 8) if bench.quick else CLIENTS
         self._base = 4 if bench.quick else BASE
         prompt, outputs = (64, 12) if bench.quick else (PROMPT, OUTPUTS)
-        self._most = self._requests(max(self._clients))
+        self._most = _requests_of(max(self._clients))
         self._works = bench.requests.exactly(self._most, prompt, outputs)
         self._blocks = QUICK_BLOCKS if bench.quick else blocks_for(self._works, FULL_REQUESTS)
         self._engines: dict[str, RunningEngine] = {}
@@ -150,12 +148,11 @@ class _Sweep:
                 close = abs(_p95(self._runs, way, policy, clients) / bound - 1.0) <= CLOSE
                 if clients == chosen or close or (way == NAIVE and clients == self._base):
                     points.append(_Point(way, policy, clients))
-        pair = _Point(AGAIN, self._policies[0], _selected(self._runs, FILL, self._policies[0]) or self._base)
-        repeats = self._bench.repeats
-        for repeat in range(1, repeats):
-            due = [p for p in points if p.policy == self._policies[0] or repeat < FURTHER_REPEATS]
-            place = repeat % len(due)
-            self._measure([*due[place:], *due[:place], pair], f"repeat {repeat + 1}", repeat)
+        first = self._policies[0]
+        at = _selected(self._runs, FILL, first) or self._base
+        points += [_Point(AGAIN, first, at), *({_Point(FILL, first, at)} - set(points))]
+        for repeat in range(1, self._bench.repeats):
+            self._measure(in_any_order(points, repeat), f"repeat {repeat + 1}", repeat)
 
     def _measure(self, points: Sequence[_Point], what: str, repeat: int = 0) -> None:
         with self._bench.progress(what, len(points)) as tick:
@@ -164,7 +161,7 @@ class _Sweep:
                 tick()
 
     def _one(self, point: _Point, repeat: int) -> Run:
-        works = self._works[: self._requests(point.clients)]
+        works = self._works[: _requests_of(point.clients)]
         if point.way != NATIVE:
             works = [replace(work, extra_args={"vtoken.policy": point.policy}) for work in works]
         found = self._engines[point.way].do(RUN_LOAD, workloads=as_arguments(works), concurrency=point.clients)
@@ -180,9 +177,6 @@ class _Sweep:
             "full_blocks": blocks_for(works, 1),
             **found,
         }
-
-    def _requests(self, clients: int) -> int:
-        return _requests_of(clients)
 
     def _fits(self, point: _Point) -> bool:
         return _p95(self._runs, point.way, point.policy, point.clients) <= _bound(self._runs, point.policy)
@@ -307,8 +301,8 @@ def _note(runs: Sequence[Run]) -> str:
         f"nothing takes {about['full_blocks']}: "
         f"prompts of {about['prompt_tokens']} tokens of which half is kept, {outputs} output tokens. Each client sends "
         "its next request when its last one has ended, three requests for every two clients. One run at each point "
-        "until the bound is found; the selected points, and those close to the bound, are run again. Ratios are paired "
-        "by repeat. "
+        "until the bound is found; the selected points, and those close to the bound, are run again, in turns. Ratios "
+        "are paired by repeat. "
         f"Prompts' share: what computing the prompts takes by themselves.{floor}"
     )
 
