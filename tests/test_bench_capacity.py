@@ -127,12 +127,14 @@ def searched(way: str, pool: int, capacity: int, peak: int, **more: Any) -> dict
 def timed(way: str, speed: float, repeat: int, **more: Any) -> dict[str, Any]:
     return {
         "part": "timed",
+        "scale": 128,
         "way": way,
         "repeat": repeat,
         "setting": {"prompt": 33, "outputs": 93, "budget": 64, "pool": 42},
         "num_blocks": 21,
         "block_size": 32,
         "output_tokens_per_s": speed,
+        "seconds": 930 / speed,
         "peak_running": 5 if way == "native" else 10,
         "peak_blocks": 20,
         "preemptions": 0,
@@ -161,6 +163,7 @@ RUNS: list[dict[str, Any]] = [
     {"part": "demand", "way": "native", "demand": [1020, 2040]},
     {"part": "demand", "way": "fill", "demand": [512, 1024]},
     QUALITY,
+    {**QUALITY, "policy": "random", "needles_found": 1},
     *(timed("native", speed, n) for n, speed in enumerate([50.0, 60.0])),
     *(timed("fill", speed, n) for n, speed in enumerate([75.0, 90.0])),
     *(timed("fill again", speed, n) for n, speed in enumerate([75.0, 90.0])),
@@ -175,7 +178,7 @@ class TestTables:
             ["5,427", "naive eviction (none)", "5", "10", "", "5,100", "3", "a request is preempted after 9,000 steps"],
             ["5,427", "vtoken, fill", "10", "10", "8", "5,120", "3", "a request is preempted after 9,000 steps"],
         ]
-        assert "no timed run" in table.note
+        assert "no timed run" in table.note and "Quality of random at 0.5" in table.note
 
     def test_ratio_and_demand(self) -> None:
         _, ratios, demand, _ = Capacity().tables(RUNS)
@@ -184,12 +187,26 @@ class TestTables:
 
     def test_time(self) -> None:
         table = Capacity().tables(RUNS)[3]
-        assert [row[:2] + row[3:] for row in table.shown()] == [
+        assert [row[:2] + row[4:] for row in table.shown()] == [
             ["native vLLM", "5", "1.00", "20", "0", "0"],
             ["vtoken, fill", "10", "1.50", "20", "0", "600"],
             ["vtoken, fill (A/A)", "10", "1.50", "20", "0", "600"],
         ]
         assert "differs by 1.00 to 1.00. Quality of h2o at 0.5" in table.note
+
+    def test_the_long_ones_have_a_table_of_their_own(self) -> None:
+        of_long = {"part": "long", "scale": 4}
+        runs = [*RUNS, timed("native", 30.0, 0, **of_long), timed("fill", 60.0, 0, **of_long)]
+        *_, table = Capacity().tables(runs)
+        assert table.title == "The same in time, with a model, at 1/4 of the length"
+        assert table.shown() == [
+            ["native vLLM", "5", "31.0", "30.0", "1.00", "20", "0", "0"],
+            ["vtoken, fill", "10", "15.5", "60.0", "2.00", "20", "0", "600"],
+        ]
+        assert "divided by 4" in table.note and "One run each." in table.note
+        shown = {check.what: (check.held, check.found) for check in Capacity().checks(runs)}
+        assert shown["timed, 1/4: fill is faster than native"] == (True, "2.00")
+        assert shown["timed, 1/4, fill: evictions fired"] == (True, "600")
 
 
 def test_figure() -> None:
@@ -213,7 +230,7 @@ class TestChecks:
             (1, {"capacity": 11}, "fill holds no fewer requests"),
             (2, {"peak_blocks": 5121}, "fill never holds more"),
             (2, {"capacity": 9, "peak_blocks": 4608}, "fill holds what ideal packing allows"),
-            (-3, {"tokens_evicted": 0}, "timed, fill: evictions fired"),
+            (-3, {"tokens_evicted": 0}, "timed, 1/128, fill: evictions fired"),
         ],
     )
     def test_each_can_fail(self, place: int, changes: dict[str, Any], what: str) -> None:
@@ -230,7 +247,7 @@ class TestChecks:
     def test_fill_that_is_slower(self) -> None:
         runs = [run | ({"output_tokens_per_s": 40.0} if run.get("way") == "fill" else {}) for run in RUNS]
         (failed,) = [check for check in Capacity().checks(runs) if not check.held]
-        assert (failed.what, failed.kind) == ("timed: fill is faster than native", "aim")
+        assert (failed.what, failed.kind) == ("timed, 1/128: fill is faster than native", "aim")
 
 
 def test_what_is_run() -> None:

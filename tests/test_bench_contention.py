@@ -41,7 +41,7 @@ def run(variant: str, state: str, repeat: int, throughput: float, waited: float 
         "output_tokens_per_s": throughput,
         "seconds": 2.0,
         "tokens_evicted": 0 if variant == "native" else 24,
-        "tokens_moved": 3,
+        "tokens_moved": 0 if variant == "native" else 3,
         "preemptions": 0,
     }
 
@@ -71,10 +71,10 @@ def test_each_variant_has_a_row(runs: list[dict[str, Any]]) -> None:
     # Between the 19th and the 20th of 20 steps, a twentieth of the way: 10.5 and 12.
     assert (native[4].median, native[5].median) == (pytest.approx(10.5), pytest.approx(12.0))
     assert native[6].median == pytest.approx(12 / 10.5)
-    assert list(native[7:]) == [None, None, 0]
+    assert list(native[7:]) == [None, None, 0, 0]
     assert (fill[1].median, fill[2].median) == (70.0, 30.0)
     assert fill[3].median == pytest.approx((0.5 * 0.375) ** 0.5)
-    assert (fill[7].median, fill[8].median, fill[9]) == (0.001, pytest.approx(0.01), 96)
+    assert (fill[7].median, fill[8].median, *fill[9:]) == (0.001, pytest.approx(0.01), 96, 12)
     assert "on each of the 2 cores" in table.note and "4 of 6 hidden numbers" in table.note
     assert [list(row) for row in kept.rows] == [["fill / native", kept_against(runs)["fill / native"], 2]]
     # 1 and 0.75.
@@ -95,6 +95,7 @@ def verdicts(runs: list[dict[str, Any]]) -> dict[str, tuple[bool, str, str]]:
 
 
 EVICTING = "runs with evictions, vtoken, fill"
+COPYING = "runs with copies that may have to wait, vtoken, fill"
 SLOWED = "the unrelated work slows native vLLM down, busy / quiet"
 LEFT = "throughput left under contention, fill / native"
 WAITED = "share of a busy run that the host waits for copies, vtoken, fill"
@@ -102,8 +103,8 @@ WAITED = "share of a busy run that the host waits for copies, vtoken, fill"
 
 def test_checks(runs: list[dict[str, Any]]) -> None:
     found = verdicts(runs)
-    assert found.keys() == {EVICTING, SLOWED, LEFT, WAITED}
-    assert found[EVICTING] == (True, "must", "4")
+    assert found.keys() == {EVICTING, COPYING, SLOWED, LEFT, WAITED}
+    assert found[EVICTING] == found[COPYING] == (True, "must", "4")
     assert found[SLOWED] == (True, "aim", "0.50")
     assert found[LEFT][:2] == (True, "aim")
     assert found[LEFT][2].startswith("0.866 (0.")
@@ -117,9 +118,10 @@ def test_checks_that_fail(runs: list[dict[str, Any]]) -> None:
         elif one["state"] == BUSY:
             one["output_tokens_per_s"], one["copy_wait_ms"] = 30.0, 40.0
         else:
-            one["output_tokens_per_s"], one["tokens_evicted"] = 60.0, 0
+            one["output_tokens_per_s"], one["tokens_evicted"], one["tokens_moved"] = 60.0, 0, 0
     assert verdicts(runs) == {
         EVICTING: (False, "must", "2"),
+        COPYING: (False, "must", "2"),
         SLOWED: (False, "aim", "1.00"),
         LEFT: (False, "aim", "0.500"),
         WAITED: (False, "aim", "2.00 %"),

@@ -70,12 +70,14 @@ def runs(
     for repeat in range(6):
         ours = load(HOOKS, repeat, hooks, changed.get("evicted", 0))
         found += [load("stock", repeat, stock), load("stock again", repeat, again[repeat % 2]), ours]
-    found += [
-        breakdown("stock", 0.0),
-        breakdown(HOOKS, changed.get("in_hooks", 0.8)),
-        breakdown(EVICTING, 1.9, changed.get("dying", 512)),
-    ]
-    stalls = {"async": changed.get("stall", 1.5), "inline": 4.0, "force_sync": 4.5}
+    for repeat in range(2):
+        found += [
+            breakdown("stock", 0.0, repeat=repeat),
+            breakdown(HOOKS, changed.get("in_hooks", 0.8), repeat=repeat),
+            breakdown(EVICTING, 1.9, changed.get("dying", 512), repeat=repeat),
+        ]
+    stall = changed.get("stall", 1.5)
+    stalls = {"async": stall, "inline": 4.0, "force_sync": 4.5, "async again": stall}
     found += [copies(mode, n, stall, **changed.get(mode, {})) for n in range(2) for mode, stall in stalls.items()]
     return [*found, *({"part": "quality", **quality(policy)} for policy in ("streaming_llm", "random"))]
 
@@ -102,6 +104,7 @@ def test_tables() -> None:
     assert [row[0] for row in phases.shown()] == [*PHASES, "step"]
     assert phases.shown()[2] == ["forward", "90.00", "90.00", "90.00"]
     assert of_copies.shown()[0] == ["async", "4", "256", "4.00", "1.50", "80.0", "100.0 %"]
+    assert [row[0] for row in of_copies.shown()] == ["async", "inline", "force_sync", "async again"]
     assert [row[0] for row in of_quality.shown()] == ["streaming_llm", "random"]
 
 

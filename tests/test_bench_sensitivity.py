@@ -161,14 +161,9 @@ def test_default_and_settings_take_turns(monkeypatch: pytest.MonkeyPatch) -> Non
     runs = Sensitivity().measure(bench)
     assert [run["parameter"] for run in runs if run["kind"] == "counted"][:2] == ["block size", "block size"]
     turns = [(run["repeat"], run["parameter"], run["budget"]) for run in runs if run["kind"] == "timed"]
-    assert turns == [
-        (0, DEFAULT, 0.5),
-        (0, AGAIN, 0.5),
-        (0, "eviction ratio", 0.7),
-        (1, AGAIN, 0.5),
-        (1, "eviction ratio", 0.7),
-        (1, DEFAULT, 0.5),
-    ]
+    each = {(DEFAULT, 0.5), (AGAIN, 0.5), ("eviction ratio", 0.7)}
+    assert [repeat for repeat, *_ in turns] == [0, 0, 0, 1, 1, 1]
+    assert {turn[1:] for turn in turns[:3]} == {turn[1:] for turn in turns[3:]} == each
     # The ratio is the request's own setting; only the pair of equal ones takes two engines.
     assert [spec.copy for spec in bench.specs] == [0, 1]
     assert all("quality" in run for run in runs if run["kind"] == "timed" and run["repeat"] == 0)

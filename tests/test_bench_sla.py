@@ -126,7 +126,7 @@ def test_sweep() -> None:
         ("native", None, 4): 5,
         ("fill again", "h2o", 16): 4,
     }
-    for policy, repeats in (("h2o", 5), ("scissorhands", 3), ("random", 3)):
+    for policy, repeats in dict.fromkeys(("h2o", "scissorhands", "random"), 5).items():
         expected |= {
             ("none", policy, 8): repeats,
             ("none", policy, 16): 1,
@@ -142,3 +142,20 @@ def test_sweep() -> None:
     assert {spec.engine_args["num_gpu_blocks_override"] for spec in bench.started} == {5 * 6 + 1}
     assert [one["policy"] for one in found if one["part"] == "quality"] == ["h2o", "scissorhands", "random"]
     assert all(check.held for check in Sla().checks(found))
+
+
+def test_the_a_a_pair_has_common_repeats_although_fill_fits_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    for way in ("fill", "fill again"):
+        monkeypatch.setitem(P95, way, {4: 200.0, 8: 300.0, 16: 400.0})
+
+    def answer(variant: str, task: str, arguments: dict[str, Any]) -> Any:
+        return (
+            {"seconds": 12.0} if arguments["workloads"][0]["max_tokens"] == 1 else figures(variant, clients(arguments))
+        )
+
+    found = Sla().measure(ToldBench(answer))
+    assert "The A/A pair (fill again / fill, 8 clients): 1.00 x" in Sla().tables(found)[0].note
+
+
+def clients(arguments: dict[str, Any]) -> int:
+    return int(arguments["concurrency"])

@@ -50,7 +50,7 @@ def test_table() -> None:
     assert shown["none"][2] == "1.25"
     # What the prompts leave possible: 80 s against the 20 s that they take.
     assert shown["prompts alone"][2] == "4.00"
-    assert "2 prompts of 1000 to 1200 tokens, 80 output tokens each" in table.note
+    assert "The 2 shortest texts to sum up, 1000 to 1200 tokens, 80 output tokens each" in table.note
     assert "(fill again / fill) gives 0.98 x" in table.note
     assert of_quality.shown() == [["h2o", "4 of 6", "5 of 6", "-0.125"]]
 
@@ -104,7 +104,7 @@ def test_everybody_runs_the_same_requests_in_turns(quick: bool) -> None:
 
     bench = ToldBench(answer, quick=quick)
     found = Throughput().measure(bench)
-    count, outputs, blocks, repeats = (3, 24, 16, 2) if quick else (4, 320, 2 * 48, 3)
+    count, outputs, blocks, repeats = (3, 24, 16, 2) if quick else (4, 320, 2 * 48, 5)
     assert len(asked) == 6 * repeats and set(asked) == {
         *((variant, count, outputs, None) for variant in SECONDS if variant != "prompts alone"),
         ("native", count, 1, 1),
