@@ -13,13 +13,17 @@ PAGE = DOCS / "evaluation.md"
 
 
 def between_marks(name: str) -> str:
-    (text,) = re.findall(rf"<!-- bench {name} -->\n\n(.*)\n<!-- /bench {name} -->", PAGE.read_text("utf-8"), re.DOTALL)
+    (text,) = re.findall(rf"<!-- bench {name} -->\n(.*)<!-- /bench {name} -->", PAGE.read_text("utf-8"), re.DOTALL)
     return str(text)
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_every_number_comes_from_a_result_file(name: str) -> None:
-    assert between_marks(name) == section(DOCS / "results" / f"{name}.json")
+    result = DOCS / "results" / f"{name}.json"
+    if not result.is_file():
+        assert between_marks(name) == "", "what was not measured has no numbers"
+        return
+    assert between_marks(name) == f"\n{section(result)}\n"
     assert (DOCS / "figures" / f"{name}.svg").stat().st_size > 1000
 
 
