@@ -144,6 +144,7 @@ ASKS: dict[str, Callable[[BenchRequests], object]] = {
     "chat.jsonl": lambda requests: requests.chat(1, 100),
     "long.jsonl": lambda requests: requests.long(1, 100),
     "text/a.txt": lambda requests: requests.exactly(1, 4),
+    "text/b.txt": lambda requests: requests.quality_questions(quick=True),
 }
 
 

@@ -268,6 +268,7 @@ def test_the_data_directory_of_the_environment_is_looked_at(
 ) -> None:
     monkeypatch.setenv(questions.DATA_VARIABLE, "/no/such")
     stub(one=[1])
+    monkeypatch.setattr(cli, "own_model", lambda: pytest.fail("the model is fetched first"))
     assert refused(tmp_path, "one").startswith("vtoken: VTOKEN_DATA = /no/such is no directory; name ")
 
 
