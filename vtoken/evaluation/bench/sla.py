@@ -301,10 +301,15 @@ def _note(runs: Sequence[Run]) -> str:
         f"nothing takes {about['full_blocks']}: "
         f"prompts of {about['prompt_tokens']} tokens of which half is kept, {outputs} output tokens. Each client sends "
         "its next request when its last one has ended, three requests for every two clients. One run at each point "
-        "until the bound is found; the selected points, and those close to the bound, are run again, in turns. Ratios "
-        "are paired by repeat. "
+        f"until the bound is found, {_most_tried(runs)} clients at most, where the pool rather than latency says how "
+        "many run; the selected points, and those close to the bound, are run again, in turns. Ratios are paired by "
+        "repeat. "
         f"Prompts' share: what computing the prompts takes by themselves.{floor}"
     )
+
+
+def _most_tried(runs: Sequence[Run]) -> int:
+    return max(run["clients"] for run in runs if run["part"] == "load")
 
 
 def _prompt_share(runs: Sequence[Run], run: Run) -> float:
