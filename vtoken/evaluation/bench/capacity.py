@@ -100,7 +100,8 @@ class Capacity(Experiment):
         for run in demands:
             way = run["way"]
             counts = range(1, len(run["demand"]) + 1)
-            left.plot(counts, run["demand"], color=COLOURS[way], label=NAMES[way])
+            style = "--" if way == "none" else "-"  # it lies on native's line
+            left.plot(counts, run["demand"], style, color=COLOURS[way], label=NAMES[way])
         for n, pool in enumerate(_pools(runs)):
             left.axhline(pool, color=FURTHER[-1], linestyle=("--", ":")[n % 2], linewidth=1)
             left.annotate(f"pool of {pool:,} blocks", (1, pool), xytext=(0, 3), textcoords="offset points", fontsize=8)
@@ -347,7 +348,7 @@ def _quality(runs: Sequence[Run], policy: str) -> str:
 
 def _timed_table(runs: Sequence[Run], part: str) -> Table:
     timed = _of_part(runs, part)
-    ways = list(dict.fromkeys(run["way"] for run in timed))
+    ways = [way for way in TIMED if any(run["way"] == way for run in timed)]
     speeds = {way: [run["output_tokens_per_s"] for run in timed if run["way"] == way] for way in ways}
     rows = []
     for way in ways:

@@ -35,10 +35,13 @@ def concurrencies(runs: Sequence[Run]) -> list[int]:
 
 def breakdowns(runs: Sequence[Run]) -> dict[tuple[int, str], list[Run]]:
     """The repeats under the clock, by number of requests and variant."""
-    found: dict[tuple[int, str], list[Run]] = {}
-    for run in part_of(runs, "breakdown"):
-        found.setdefault((run["concurrency"], run["variant"]), []).append(run)
-    return found
+    counts = sorted({run["concurrency"] for run in part_of(runs, "breakdown")})
+    found = {
+        (count, variant): part_of(runs, "breakdown", concurrency=count, variant=variant)
+        for count in counts
+        for variant in (STOCK, HOOKS, EVICTING)
+    }
+    return {of: mine for of, mine in found.items() if mine}
 
 
 def _values(runs: Sequence[Run], name: str, **fields: Any) -> list[float]:

@@ -174,7 +174,7 @@ class Sensitivity(Experiment):
             never = all(of["fill"][value] <= blocks for value, blocks in of["none"].items())
             found = f"{sum(of['fill'].values()):.1f} and {sum(of['none'].values()):.1f} in all"
             checks.append(Check(f"{parameter}: blocks under fill and none", "never more under fill", found, never))
-        for point in dict.fromkeys(_key(run) for run in timed):
+        for point in _points_of(timed):
             counts = {_counts(run) for run in timed if _key(run) == point}
             name = " ".join(str(part) for part in point if part is not None)
             found = f"{len(counts)} different"
@@ -237,7 +237,7 @@ def _timed_table(runs: Sequence[Run]) -> Table:
     ]
     timed = _of_kind(runs, "timed")
     rows: list[list[Cell]] = []
-    for key in dict.fromkeys(_key(run) for run in timed):
+    for key in _points_of(timed):
         of = [run for run in timed if _key(run) == key]
         parameter, value, mode = key
         speeds = _speeds(timed, key)
@@ -336,6 +336,12 @@ def _of_kind(runs: Sequence[Run], kind: str) -> list[Run]:
 
 def _key(run: Run) -> tuple[str, float | None, str]:
     return run["parameter"], run["value"], run["mode"]
+
+
+def _points_of(timed: Sequence[Run]) -> list[tuple[str, float | None, str]]:
+    """What was timed, in the order of the settings, whatever the order of the turns."""
+    names = [DEFAULT, AGAIN, *FULL.timed]
+    return sorted({_key(run) for run in timed}, key=lambda key: (key[2] != "fill", names.index(key[0]), key[1] or 0))
 
 
 def _speeds(timed: Sequence[Run], key: tuple[str, float | None, str]) -> list[float]:
