@@ -5,7 +5,7 @@ import math
 import pytest
 
 from vtoken.evaluation.bench.base import Check
-from vtoken.evaluation.bench.intervals import Interval, interval, ratio
+from vtoken.evaluation.bench.intervals import Interval, interval, interval_of_factors, ratio
 from vtoken.evaluation.bench.report import checks_table
 from vtoken.evaluation.bench.tables import Column, Table
 
@@ -93,3 +93,11 @@ def test_verdicts() -> None:
         Check("c", "1", "2", False, "aim", "slow"),
     ]
     assert [row[3:] for row in checks_table(checks).shown()] == [["held", ""], ["FAILED", ""], ["missed", "slow"]]
+
+
+def test_an_interval_of_factors_is_never_below_zero() -> None:
+    found = interval_of_factors([1.0, 100.0, 10.0])
+    # Of the exponents 0, 2 and 1: t(0.975, 2) = 4.302653 times 1 / sqrt(3).
+    assert found.median == pytest.approx(10.0)
+    assert (found.low, found.high) == (pytest.approx(10 ** (1 - 2.484138)), pytest.approx(10 ** (1 + 2.484138)))
+    assert interval([1.0, 100.0, 10.0]).low < 0

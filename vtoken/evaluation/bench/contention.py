@@ -12,7 +12,7 @@ from vtoken.evaluation.bench.bench import Bench
 from vtoken.evaluation.bench.burner import burning, usable_cores
 from vtoken.evaluation.bench.contention_task import RUN_TIMED
 from vtoken.evaluation.bench.figures import COLOURS, LABELS, new_figure
-from vtoken.evaluation.bench.intervals import Interval, interval, ratio
+from vtoken.evaluation.bench.intervals import Interval, interval, interval_of_factors, ratio
 from vtoken.evaluation.bench.load import RUN_LOAD, as_arguments
 from vtoken.evaluation.bench.quality_of import in_words
 from vtoken.evaluation.bench.tables import Column, Table
@@ -98,11 +98,11 @@ class Contention(Experiment):
             rows.append(
                 [
                     NAMES[variant],
-                    interval(quiet.throughput),
-                    interval(busy.throughput),
+                    interval_of_factors(quiet.throughput),
+                    interval_of_factors(busy.throughput),
                     ratio(busy.throughput, quiet.throughput),
-                    interval(quiet.p95_ms),
-                    interval(busy.p95_ms),
+                    interval_of_factors(quiet.p95_ms),
+                    interval_of_factors(busy.p95_ms),
                     ratio(busy.p95_ms, quiet.p95_ms),
                     interval(quiet.waited) if quiet.waited else None,
                     interval(busy.waited) if busy.waited else None,
@@ -137,7 +137,7 @@ class Contention(Experiment):
             (steps, lambda found: found.p95_ms, "ms"),
         ):
             for place, state in enumerate((QUIET, BUSY)):
-                found = [interval(values(figures_of(runs, variant, state))) for variant in names]
+                found = [interval_of_factors(values(figures_of(runs, variant, state))) for variant in names]
                 at = [n + (place - 0.5) * 0.4 for n in range(len(names))]
                 heights = [value.median for value in found]
                 colours = [COLOURS[variant.split()[0]] for variant in names]

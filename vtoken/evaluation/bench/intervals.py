@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 COVERAGE = 0.95
 
@@ -32,6 +32,11 @@ def interval(values: Sequence[float]) -> Interval:
         raise ValueError("an interval needs at least one value")
     mean, spread = statistics.fmean(values), _half_width(values)
     return Interval(statistics.median(values), mean - spread, mean + spread, len(values))
+
+
+def interval_of_factors(values: Sequence[float]) -> Interval:
+    """Median, and the interval of the mean logarithm: for times and rates that differ by factors, none below zero."""
+    return replace(ratio(values, [1.0] * len(values)), median=statistics.median(values))
 
 
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
