@@ -1,8 +1,8 @@
 """Where the time of vtoken's hooks goes in a decode step of many requests: vLLM's scheduler, and no model.
 
 Time spent in C (numpy) counts for the function that called it. A profile makes Python calls dearer than they are, so
-what counts is how often something runs per step: what runs once per request is asked by vLLM's own loop. hook_growth
-has the times without a profile.
+what counts is how often something runs per step: what runs once per request is asked by vLLM's own loop. ``vtoken bench
+hostscale`` has the times without a profile.
 """
 
 import argparse
