@@ -1,8 +1,8 @@
 """Engines in processes of their own that live on, so that variants can take turns without starting anew.
 
 Of their own, because native vLLM must be measured without our hooks, and because two engines in one process would share
-threads and caches. They are forked from one process that has imported vLLM and nothing of ours (see ``preloaded``), and
-those that an experiment asks for one after another start side by side.
+threads and caches. They are forked from one process that has imported vLLM and nothing of ours (see
+``vllm_plugin.preloaded``), and those that an experiment asks for one after another start side by side.
 """
 
 import json
@@ -21,7 +21,7 @@ MOST_ALIVE = 10
 """Beyond it the engine that was used longest ago is ended."""
 
 _PROCESSES = multiprocessing.get_context("forkserver")
-_PROCESSES.set_forkserver_preload(["vtoken.evaluation.bench.preloaded"])
+_PROCESSES.set_forkserver_preload(["vtoken.vllm_plugin.preloaded"])
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What every engine's process has imported before it is told which engine it is: see ``engines``.
+"""What every engine's process has imported before it is told which engine it is: see ``evaluation.bench.engines``.
 
 vLLM without any of our hooks: plugins are loaded when an engine starts, and only where its environment says so.
 """
