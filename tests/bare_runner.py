@@ -261,7 +261,9 @@ class BareRunner:
         attention = self.vtoken._scores.attention
         holed = {int(index): n for n, index in enumerate(queries.holed.index)}
         assert len(holed) == len(queries.holed.index) == len(queries.live)
-        assert queries.total == output.total_num_scheduled_tokens and (attention or not len(queries.observed.index))
+        assert queries.total == output.total_num_scheduled_tokens or not queries
+        assert attention or not len(queries.observed.index)
+        self._check_spared(seen)
         for forward in seen:
             reference, index = self.references[forward.req_id], index_of[forward.req_id]
             assert self.recorder.block_table[index, : len(forward.blocks)].tolist() == forward.blocks
@@ -281,6 +283,26 @@ class BareRunner:
                 found = layer[np.argsort(layer[:, 1], kind="stable")]
                 assert np.array_equal(found, wanted), f"{forward.req_id} reads other tokens than it should"
         assert not holed, "an attended request is none of this forward's"
+
+    def _check_spared(self, seen: list[Forward]) -> None:
+        """Where every query can be attended beside the backend it is, and only then those that need not be."""
+        assert self.recorder is not None
+        if self.broken:
+            return
+        queries, index_of = self.recorder.queries, self.input_batch.req_id_to_index
+        observed, holed = set(queries.observed.index.tolist()), set(queries.holed.index.tolist())
+        expected, everybody = set(), True
+        for forward in seen:
+            index, single = index_of[forward.req_id], len(forward.positions) == 1
+            needed = index in holed or (single and index in observed)
+            everybody &= needed or (single and self.references[forward.req_id].evictions > 0)
+            if not needed:
+                expected.add((index, int(self.query_start_loc.np[index]), 1, forward.length))
+        spared = queries.spared
+        runs = zip(
+            *(part.tolist() for part in (spared.index, spared.first, spared.count, spared.attended)), strict=True
+        )
+        assert set(runs) == (expected if everybody else set()), "the backend is spared other queries than it could be"
 
     def _check_density(self, forward: Forward, live: np.ndarray) -> None:
         """No block without a live token, and in ``fill`` no hole behind the blocks that nobody may write."""

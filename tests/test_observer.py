@@ -1,11 +1,14 @@
 """The observer on the CPU: many queries, layers and heads in one sum."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
-from vtoken.core.observed import AttendedQueries, ObservedRuns, QueryRuns
+from vtoken.core.observed import NO_QUERIES, AttendedQueries, ObservedRuns, QueryRuns
 from vtoken.kernels.cpu.observer import AttentionObserver
+from vtoken.kernels.decode_attention import decode_attention_reference
 from vtoken.kernels.layout import vec_views
 
 S, D, HEADS, QUERY_HEADS = 32, 32, 1, 8
@@ -67,6 +70,32 @@ def test_single_queries_replace_the_backend_and_others_do_not_touch_the_output()
     observer.attend(query[:3], *vec_views(cache), output)
     assert (output == 7).all()
     assert observer.take().sum() == pytest.approx(2 * QUERY_HEADS, rel=1e-5)
+
+
+@pytest.mark.parametrize("seen", [[0, 2], [1], []])
+def test_queries_that_the_backend_is_spared(seen: list[int]) -> None:
+    """Attended like those beside them that are observed, and without a mass."""
+    observer, cache, query = observer_over(96, 1, 1.0)
+    table, lengths = np.array([[2], [0], [1]], dtype=np.int32), ints(30, 25, 20)
+    runs = [
+        (ints(*some), ints(*some), np.ones(len(some), dtype=np.int64), lengths[some].reshape(-1))
+        for some in (seen, [n for n in range(3) if n not in seen])
+    ]
+    queries = replace(observed(ObservedRuns(*runs[0]), total=3), spared=QueryRuns(*runs[1]))
+    observer.begin(queries, table)
+    assert observer.active and observer.replaces_backend
+    output, expected, mass = torch.empty(3, QUERY_HEADS, D), torch.empty(3, QUERY_HEADS, D), torch.zeros(1, 75)
+    observer.attend(query[:3], *vec_views(cache), output)
+    starts = torch.tensor([0, 30, 55])
+    decode_attention_reference(
+        query[:3], *vec_views(cache), torch.from_numpy(table), torch.from_numpy(lengths), 1.0, expected, mass, starts
+    )
+    torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-6)
+    wanted = [mass[0, starts[n] : starts[n] + lengths[n]] for n in seen]
+    np.testing.assert_allclose(observer.take(), np.concatenate([np.empty(0), *wanted]), rtol=1e-4)
+
+    observer.begin(NO_QUERIES, table)
+    assert not observer.active
 
 
 def test_each_run_is_observed_in_its_own_manner() -> None:

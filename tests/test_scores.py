@@ -222,7 +222,7 @@ class TestWhatIsObserved:
         driver.add(40, budget=20)
         driver.step()
         driver.step()
-        assert not any(driver.observer.asked) and not driver.policy.seen
+        assert not any(len(asked.observed.index) for asked in driver.observer.asked) and not driver.policy.seen
 
 
 class TestWhatThePolicySees:

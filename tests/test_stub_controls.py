@@ -11,7 +11,7 @@ from stub_copies import LazyCopyEngine
 from stub_runner import StubRunner
 from stub_worker import StubEngine
 
-from vtoken.core.observed import AttendedQueries
+from vtoken.core.observed import NO_RUNS, AttendedQueries, QueryRuns
 
 MakeEngine = Callable[..., StubEngine]
 TRUNK = np.random.default_rng(5).integers(0, 61, 200).tolist()
@@ -173,6 +173,30 @@ class TestReads:
         engine.runner.vtoken._observer.begin = flipped
         with pytest.raises(AssertionError, match="reads other tokens than it should"):
             engine.step()
+
+    @pytest.mark.parametrize("wrong", ["none", "one less", "a whole request"])
+    def test_queries_that_the_backend_is_spared(self, make: MakeEngine, wrong: str) -> None:
+        """One that is whole would have other attention than without us, if only in its last bits."""
+        engine = make(40, caching=True)
+        engine.add("a", tokens=TRUNK[:60], outputs=12, budget=40)
+        engine.add("b", tokens=TRUNK[60:120], outputs=12, budget=500 if wrong == "a whole request" else 40)
+        engine.step()
+        begin = engine.runner.recorder.begin
+
+        def spoilt(queries: AttendedQueries, table: Any) -> None:
+            index = np.arange(2)
+            everybody = QueryRuns(index, index, np.ones(2, dtype=np.int64), np.full(2, 61))
+            spared = queries.spared
+            changed = {
+                "none": NO_RUNS,
+                "one less": replace(spared, attended=spared.attended - 1),
+                "a whole request": everybody,
+            }
+            begin(replace(queries, spared=changed[wrong]), table)
+
+        engine.runner.vtoken._observer.begin = spoilt
+        with pytest.raises(AssertionError, match="the backend is spared other queries"):
+            engine.run()
 
     def test_copies_that_come_too_late(self, make: MakeEngine) -> None:
         """What a left its blocks for is in its own by the next step: by then another request has taken them."""

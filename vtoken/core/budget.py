@@ -78,6 +78,9 @@ def eviction_counts(
         decodes: this forward is a decode step.
         interval: tokens between two looks.
     """
-    due = ends_prefill | (decodes & ((logical_length - prompt_length) % interval == 0))
     surplus = length - (budget - interval)
-    return np.where(due & (budget > 0) & (surplus > 0), surplus, 0)
+    outgrown = (budget > 0) & (surplus > 0)
+    if not outgrown.any():
+        return np.zeros_like(surplus)
+    due = ends_prefill | (decodes & ((logical_length - prompt_length) % interval == 0))
+    return np.where(due & outgrown, surplus, 0)

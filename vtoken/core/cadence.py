@@ -80,19 +80,24 @@ class Cadence:
     ) -> Ints:
         """The first of a forward's new tokens whose query is observed, ``new_tokens`` if none is; shape [R].
 
+        A request without a budget is never reduced, so nothing is observed for it.
+
         Args:
             logical_length: tokens of the sequence after the forward.
             new_tokens: tokens that the forward computes.
             prefill_end: tokens of the prefill.
             prompt_length: tokens of the original prompt.
-            budget: tokens.
+            budget: tokens; 0 for a request that is never reduced.
             decodes: the forward is a decode step.
         """
+        if not np.any(self.decode_queries) and decodes.all():
+            return new_tokens
         start = logical_length - new_tokens
         first = self.next_reduction(logical_length, prefill_end, budget) - self.prompt_queries
         in_prompt = np.clip(first - start, 0, new_tokens)
         looks = self.decode_queries & ((logical_length - prompt_length) % self.score_interval == 0)
-        return np.where(decodes, np.where(looks, 0, new_tokens), in_prompt)
+        observed = np.where(decodes, np.where(looks, 0, new_tokens), in_prompt)
+        return np.where(budget > 0, observed, new_tokens)
 
     def protected_head(self, prompt_length: Ints) -> Ints:
         """Leading tokens that no eviction may take, shape [R]."""

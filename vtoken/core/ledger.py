@@ -50,6 +50,16 @@ class StepCounts:
     by_report: NDArray[np.bool_]
     late: NDArray[np.bool_]
 
+    @property
+    def evicts(self) -> bool:
+        """Somebody is reduced after the forward."""
+        return bool(self.evict.any())
+
+    @property
+    def observes(self) -> bool:
+        """Some query of the forward is observed."""
+        return bool((self.observe_from < self.new_tokens).any())
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -269,8 +279,9 @@ class LengthLedger:
         attended = length + new_tokens
         num_blocks = self._blocks_for(logical_length - self.returned[rows])
         by_report, late = self.by_report[rows], self.awaits[rows] > settled
-        # While a report is late, positions are taken for more than they are, and so may be the blocks that they need.
-        num_blocks = np.where(by_report, np.maximum(num_blocks, self.blocks[rows]), num_blocks)
+        if by_report.any():
+            # While a report is late, positions are taken for more than they are, and so may be the blocks they need.
+            num_blocks = np.where(by_report, np.maximum(num_blocks, self.blocks[rows]), num_blocks)
         decodes, budget = ~self.prefilling[rows], self.budget[rows]
         ends_prefill = ends_part = np.zeros_like(decodes)
         prefill_end = self.prefill_end[rows]
@@ -279,37 +290,29 @@ class LengthLedger:
             prefill_end = self.prefill_end[rows] = np.where(decodes, prefill_end, known_length)
             ends_prefill = ~decodes & (logical_length >= known_length)
             ends_part = ~decodes & (logical_length == cadence.next_reduction(logical_length, prefill_end, budget))
-        evict = eviction_counts(
-            attended,
-            logical_length,
-            self.prompt_length[rows],
-            budget,
-            ends_part,
-            decodes,
-            cadence.interval,
-        )
+        prompt_length = self.prompt_length[rows]
+        evict = eviction_counts(attended, logical_length, prompt_length, budget, ends_part, decodes, cadence.interval)
+        next_tokens, keep_blocks = np.zeros_like(evict), num_blocks.copy()
+        head = protect = np.zeros_like(evict)
         reduced = evict > 0
-        some_reduced = reduced.any()
-        # A forward that decodes computes one token: its slot is kept, so that steady decoding allocates nothing.
-        next_tokens = (reduced & (decodes | ends_prefill)).astype(np.int64)
-        keep_blocks = num_blocks.copy()
-        if some_reduced and self.dense:
-            # Without read-only blocks the counts are enough again, once the worker has told the last that they miss.
-            known = ~by_report | ((self.read_only[rows] == 0) & ~late & reduced)
-            by_report = ~known
-            keep_blocks[known & reduced] = self._blocks_for(attended - evict + next_tokens)[known & reduced]
-            self.returned[rows] += np.where(known, evict, 0)
-        observe_from = cadence.observed_from(
-            logical_length, new_tokens, prefill_end, self.prompt_length[rows], budget, decodes
-        )
-        self.length[rows] = attended - evict
-        self.most_held[rows] = np.maximum(self.most_held[rows], num_blocks)
-        self.blocks[rows] = keep_blocks
-        if some_reduced:
+        if reduced.any():
+            # A forward that decodes computes one token: its slot is kept, so that steady decoding allocates nothing.
+            next_tokens = (reduced & (decodes | ends_prefill)).astype(np.int64)
+            if self.dense:
+                # Without read-only blocks the counts are enough again, once the worker has told the last they miss.
+                known = ~by_report | ((self.read_only[rows] == 0) & ~late & reduced)
+                by_report = ~known
+                keep_blocks[known & reduced] = self._blocks_for(attended - evict + next_tokens)[known & reduced]
+                self.returned[rows] += np.where(known, evict, 0)
+            head, protect = cadence.protected_head(prompt_length), cadence.protected_tail(logical_length, prefill_end)
             self.evicted[rows] += evict
             self.epoch[rows] = epoch + reduced
             self.by_report[rows] = by_report
             self.awaits[rows] = np.where(reduced, step, self.awaits[rows])
+        self.length[rows] = attended - evict
+        self.most_held[rows] = np.maximum(self.most_held[rows], num_blocks)
+        self.blocks[rows] = keep_blocks
+        observe_from = cadence.observed_from(logical_length, new_tokens, prefill_end, prompt_length, budget, decodes)
         if some_prefill:
             self.prefilling[rows] = ~(decodes | ends_prefill)
             full_grown = rows[ends_prefill & (budget > 0) & self.dense]
@@ -322,9 +325,9 @@ class LengthLedger:
             evict,
             keep_blocks,
             next_tokens,
-            head=cadence.protected_head(self.prompt_length[rows]),
-            protect=cadence.protected_tail(logical_length, prefill_end),
-            observe_from=np.where(budget > 0, observe_from, new_tokens),
+            head=head,
+            protect=protect,
+            observe_from=observe_from,
             decodes=decodes,
             ends_part=ends_part,
             by_report=by_report,

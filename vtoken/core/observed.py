@@ -25,6 +25,10 @@ class QueryRuns:
     attended: Ints
 
 
+_NOBODY = np.empty(0, dtype=np.int64)
+NO_RUNS = QueryRuns(_NOBODY, _NOBODY, _NOBODY, _NOBODY)
+
+
 @dataclass(frozen=True)
 class ObservedRuns(QueryRuns):
     """Those whose attention mass is wanted, each in its own manner: one for all, or one for each run, shape [R].
@@ -52,12 +56,20 @@ class AttendedQueries:
         holed: all queries of the requests that have holes.
         live: which positions of these requests take part, bool [holed requests, P].
         total: queries of the forward, over all requests.
+        spared: single queries that the backend could attend as well, if with them its kernel need not run at all.
     """
 
     observed: ObservedRuns
     holed: QueryRuns
     live: NDArray[np.bool_]
     total: int
+    spared: QueryRuns = NO_RUNS
 
     def __bool__(self) -> bool:
-        return len(self.observed.index) > 0 or len(self.holed.index) > 0
+        return any(len(runs.index) for runs in (self.observed, self.holed, self.spared))
+
+
+NO_QUERIES = AttendedQueries(
+    ObservedRuns(_NOBODY, _NOBODY, _NOBODY, _NOBODY), NO_RUNS, np.empty((0, 0), dtype=np.bool_), 0
+)
+"""For a forward that the backend does alone."""

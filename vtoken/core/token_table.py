@@ -164,7 +164,9 @@ class TokenTable:
             self.length[row] = self.num_live[row] = self.end[row] = prefix
         return row
 
-    def sync_new_tokens(self, rows: Ints, block_table: NDArray[np.int32], num_blocks: Ints, counts: Ints) -> Ints:
+    def sync_new_tokens(
+        self, rows: Ints, block_table: NDArray[np.int32], num_blocks: Ints, counts: Ints, at: Ints | None = None
+    ) -> Ints:
         """Register the tokens that the next forward computes, in order; return their slots, shape [sum(counts)].
 
         Where holes are recycled, a single new token takes the lowest one of its request; several new tokens must be
@@ -173,24 +175,25 @@ class TokenTable:
         Args:
             rows: shape [R], each at most once.
             block_table: the requests' block ids, shape [R, >= max(num_blocks)].
-            num_blocks: valid entries per row of ``block_table``, shape [R].
+            num_blocks: how many of them are each request's, shape [R].
             counts: new tokens per request, shape [R].
+            at: the row of ``block_table`` of each request, shape [R], if they are not in order.
         """
-        self._grow_columns(int((self.length[rows] + counts).max(initial=0)), int(num_blocks.max(initial=0)))
-        dense_end = self.dense_end(rows) if self.recycling else self.end[rows]
-        first = dense_end.copy()
-        recycling = (counts == 1) & (self.epoch[rows] > 0) & self.recycling
-        first[recycling] = self._lowest_hole(rows[recycling], first[recycling])
-        self._require_room(rows, first + counts, num_blocks, ~recycling)
-        self._adopt_blocks(rows, block_table, num_blocks)
+        length = self.length[rows]
+        self._grow_columns(int((length + counts).max(initial=0)), int(num_blocks.max(initial=0)))
+        first = dense_end = self.dense_end(rows) if self.recycling else self.end[rows]
+        if self.recycling and (reduced := self.epoch[rows] > 0).any():
+            into_holes = reduced & (counts == 1)
+            first = dense_end.copy()
+            first[into_holes] = self._lowest_hole(rows[into_holes], first[into_holes])
+            self._require_no_holes(rows[reduced & ~into_holes])
+        self._adopt_blocks(rows, first + counts, block_table, num_blocks, at)
 
-        owner = np.repeat(rows, counts)
-        positions = ranges(first, counts)
-        tokens = ranges(self.length[rows], counts)
+        owner, positions, tokens = np.repeat(rows, counts), ranges(first, counts), ranges(length, counts)
         self.physical_of[owner, tokens] = positions
         self.logical_at[owner, positions] = tokens
         np.add.at(self.live_in_block, (owner, positions // self.block_size), 1)
-        self.length[rows] += counts
+        self.length[rows] = length + counts
         self.num_live[rows] += counts
         self.end[rows] = dense_end + counts
         return self.slots(owner, positions)
@@ -296,11 +299,20 @@ class TokenTable:
 
     # -- inside -----------------------------------------------------------------------------------------------
 
-    def _adopt_blocks(self, rows: Ints, block_table: NDArray[np.int32], num_blocks: Ints) -> None:
+    def _adopt_blocks(
+        self, rows: Ints, end: Ints, block_table: NDArray[np.int32], num_blocks: Ints, at: Ints | None
+    ) -> None:
+        """Take up the blocks that have come, so that each request has room up to its new end."""
         grown = num_blocks - self.num_blocks[rows]
-        if grown.any():
-            source, column = np.repeat(np.arange(len(rows)), grown), ranges(self.num_blocks[rows], grown)
-            self.blocks[rows[source], column] = block_table[source, column]
+        some_grown = grown.any()
+        if some_grown and (grown < 0).any():
+            raise ValueError("a request cannot lose blocks while it registers new tokens")
+        if (end > num_blocks * self.block_size).any():
+            raise ValueError("the blocks of a request do not hold its new tokens")
+        if some_grown:
+            at = np.arange(len(rows)) if at is None else at
+            column = ranges(self.num_blocks[rows], grown)
+            self.blocks[np.repeat(rows, grown), column] = block_table[np.repeat(at, grown), column]
             self.num_blocks[rows] = num_blocks
 
     def _rearrange(self, row: int, order: Ints) -> None:
@@ -329,14 +341,8 @@ class TokenTable:
             holes &= np.arange(holes.shape[1]) >= self.read_only[rows, None] * self.block_size
         return np.argmax(holes, axis=1)
 
-    def _require_room(self, rows: Ints, end: Ints, num_blocks: Ints, appending: NDArray[np.bool_]) -> None:
-        if (num_blocks < self.num_blocks[rows]).any():
-            raise ValueError("a request cannot lose blocks while it registers new tokens")
-        if (end > num_blocks * self.block_size).any():
-            raise ValueError("the blocks of a request do not hold its new tokens")
-        if not self.recycling:
-            return
-        for row in rows[appending & (self.epoch[rows] > 0)]:  # several tokens after an eviction: not in steady decode
+    def _require_no_holes(self, rows: Ints) -> None:
+        for row in rows:  # several tokens after an eviction: not in steady decode
             private = slice(self.read_only[row] * self.block_size, self.dense_end(np.array([row]))[0])
             if (self.logical_at[row, private] == HOLE).any():
                 raise ValueError("several tokens can only be appended to a request without holes")

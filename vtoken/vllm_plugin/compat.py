@@ -282,6 +282,8 @@ class EvictingRunner(_Runner):
             table.num_blocks_per_row,
             self.query_start_loc.np,
         )
+        if place is None:
+            return prepared
         # vLLM has filled these in from logical lengths. Positions, sampling and progress keep those.
         index, length = torch.from_numpy(place.index), torch.from_numpy(place.length).to(torch.int32)
         self.optimistic_seq_lens_cpu[index] = length
@@ -337,7 +339,8 @@ class EvictingModelFreeRunner(EvictingRunner, ModelFreeRunner):
 
 
 def _with_report(output: ModelRunnerOutput, report: StepReport) -> ModelRunnerOutput:
-    output = copy(output)  # an empty output is a singleton that all steps share
+    if output is EMPTY_MODEL_RUNNER_OUTPUT:
+        output = copy(output)  # all steps share it
     output.vtoken_report = report
     return output
 

@@ -36,8 +36,7 @@ def make_worker(
     layout = _probe(layers[0], spec)
     needs = {name: policy.needs for name, policy in load_policies(config).items()}
     holes = config.reclaim != "fill" or vllm_config.cache_config.enable_prefix_caching
-    looks = any(one.attention for one in needs.values())
-    observer = _observe(config, layers, layout, spec, needs, holes) if looks or holes else None
+    observer = _observe(config, layers, layout, spec, needs, holes)
     measures = any(one.key_norms for one in needs.values())
     ranks = TensorParallelRanks() if vllm_config.parallel_config.tensor_parallel_size > 1 else Ranks()
     norms = _key_norms(vllm_config, cache, layout, spec, ranks) if measures else None
@@ -71,8 +70,27 @@ def _observe(
     spec: EvictableAttentionSpec,
     needs: dict[str, Needs],
     holes: bool,
+) -> AttentionObserver | None:
+    """Lay an observer over the layers that it may have to attend, or refuse with ValueError in one sentence.
+
+    Where nobody needs one it is there because its kernel is faster, and None if that does not support these layers.
+    """
+    try:
+        return _lay_observer(config, layers, layout, spec, needs, holes)
+    except ValueError:
+        if holes or any(one.attention for one in needs.values()):
+            raise
+        return None
+
+
+def _lay_observer(
+    config: VTokenConfig,
+    layers: list[Any],
+    layout: BlockLayout,
+    spec: EvictableAttentionSpec,
+    needs: dict[str, Needs],
+    holes: bool,
 ) -> AttentionObserver:
-    """Lay an observer over the layers that it may have to attend, or refuse with ValueError in one sentence."""
     counts = list(range(len(layers))) if config.score_layers is None else sorted(set(config.score_layers))
     if not holes:  # only what is observed
         layers, counts = [layers[n] for n in counts], list(range(len(counts)))

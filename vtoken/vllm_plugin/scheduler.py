@@ -287,6 +287,8 @@ class EvictionScheduler:
 
     def _give_back(self, blocks: list[Any], taken: int) -> None:
         """These go back to the pool, ``taken`` of which (or others) had been taken out of it for their sake."""
+        if not blocks and not taken:
+            return
         free_blocks = self._pool.get_num_free_blocks()
         self._pool.free_blocks(blocks[::-1])
         gained = self._pool.get_num_free_blocks() - free_blocks  # not all of them, where others hold some as well

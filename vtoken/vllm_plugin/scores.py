@@ -121,11 +121,12 @@ class ScoreKeeper:
         self._key_norms = key_norms
         self._ranks = ranks or Ranks()
         self.attention = any(needs.attention for needs in self._needs)
-        self.remembers = self.attention or bool(self._wants_norms.any())
+        self._measures_keys = bool(self._wants_norms.any())
+        self.remembers = self.attention or self._measures_keys
         self._scores = TokenScores(table)
         self._watched: _Watched | None = None
         assert observer is not None or not self.attention
-        assert key_norms is not None or not self._wants_norms.any()
+        assert key_norms is not None or not self._measures_keys
 
     def start(self, row: int, prompt: Sequence[int] | None, prefix_hit: int = 0, policy: int = 0) -> None:
         """A request begins in this row of the table; so many of its tokens come from the prefix cache.
@@ -158,7 +159,7 @@ class ScoreKeeper:
 
     def absorb_keys(self, rows: Ints, tokens: Ints, slots: Ints) -> None:
         """The keys of these tokens lie in their slots now, shape [N] each."""
-        if not self._wants_norms.any():
+        if not self._measures_keys:
             return
         if not self._wants_norms.all():
             wanted = self._wants_norms[self._scores.policy[rows]]

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from vllm.logger import init_logger
 
 from vtoken.config import VTokenConfig
-from vtoken.core.observed import AttendedQueries, ObservedRuns, QueryRuns
+from vtoken.core.observed import NO_QUERIES, AttendedQueries, ObservedRuns, QueryRuns
 from vtoken.core.ragged import Ints, offsets_of, ranges
 from vtoken.core.reclamation import (
     CopyOut,
@@ -44,7 +44,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the tokens of a forward go.
+    """Where the tokens of a forward go, if not where vLLM would put them.
 
     ``index`` [R] are the requests' places in the batch, ``length`` [R] the positions that attention reads, the new
     tokens' included, for those requests that passed the step's checks. ``tokens`` and ``slots`` [N] are the new tokens'
@@ -148,8 +148,8 @@ class EvictionWorker:
 
     def place_tokens(
         self, index: Ints, batch_blocks: NDArray[np.int32], batch_num_blocks: Ints, starts: Ints
-    ) -> Placement:
-        """Register the step's tokens and say where they are written.
+    ) -> Placement | None:
+        """Register the step's tokens and say where they are written; None if that is where vLLM puts them all.
 
         Args:
             index: place in the batch of each request of the plan, shape [R].
@@ -167,15 +167,23 @@ class EvictionWorker:
             wrong = self._heed_other_ranks()
         ok, failed = np.flatnonzero(~wrong), index[wrong]
         self._healthy, rows, index = ok, rows[ok], index[ok]
-        slots = self.table.sync_new_tokens(rows, batch_blocks[index], num_blocks[ok], counts.new_tokens[ok])
-        new_tokens, length = counts.new_tokens[ok], self.table.end[rows]
-        tokens = ranges(starts[index], new_tokens)
+        new_tokens = counts.new_tokens[ok]
+        slots = self.table.sync_new_tokens(rows, batch_blocks, num_blocks[ok], new_tokens, index)
+        length = self.table.end[rows]
         if self._scores.remembers:
             owner, logical = np.repeat(rows, new_tokens), ranges(self.table.length[rows] - new_tokens, new_tokens)
             self._new_tokens = self._with_hits(owner, logical, slots)
             self._scores.follow(*self._new_tokens[:2])
+        reduced = self.table.epoch[rows] > 0
+        as_stock = not len(failed) and not reduced.any()
         if self._observer is not None:
-            self._attend(index, starts, length, batch_blocks)
+            if as_stock and not counts.observes:
+                self._observer.begin(NO_QUERIES, batch_blocks)
+            else:
+                self._attend(index, starts, length, batch_blocks, reduced)
+        if as_stock:
+            return None
+        tokens = ranges(starts[index], new_tokens)
         if len(failed):
             stray = ranges(starts[failed], counts.new_tokens[wrong])
             tokens, slots = np.concatenate([tokens, stray]), np.concatenate([slots, np.zeros_like(stray)])
@@ -188,14 +196,14 @@ class EvictionWorker:
             the blocks of every request whose blocks have changed.
         """
         assert self._plan is not None and self._report is not None
-        counts = self._plan.counts
+        healthy, plan, counts = self._healthy, self._plan, self._plan.counts
         self._scores.absorb_keys(*self._new_tokens)
         for row in self._scores.absorb_attention().tolist():
             self._refuse_attention(row)
-        healthy, plan = self._healthy, self._plan
-        dying = healthy[counts.evict[healthy] > 0]
-        victims = self._choose_victims(dying) if len(dying) else np.empty(0, dtype=np.int64)
-        if len(dying):
+        dying = victims = np.empty(0, dtype=np.int64)
+        if counts.evicts:
+            dying = healthy[counts.evict[healthy] > 0]
+            victims = self._choose_victims(dying) if len(dying) else victims
             self.table.evict_tokens(np.repeat(self._rows[dying], counts.evict[dying]), victims)
             self._report.evicted += len(victims)
         due = dying
@@ -229,16 +237,17 @@ class EvictionWorker:
         """
         assert self._plan is not None and self._report is not None
         plan, counts, table = self._plan, self._plan.counts, self.table
-        live, epoch = np.where(rows >= 0, table.num_live[rows], 0), np.where(rows >= 0, table.epoch[rows], 0)
+        live, epoch = table.num_live[rows], table.epoch[rows]  # of somebody else, where there is no row
         planned = counts.num_blocks + self._unsettled_growth(plan.req_ids)
         wrong = (rows < 0) | (live != counts.length) | (epoch != counts.epoch) | (num_blocks != planned)
         damaged = np.array([req_id in self._faults for req_id in plan.req_ids]) if self._faults else wrong
         for i in np.flatnonzero(wrong).tolist():
+            tokens, evictions = (live[i], epoch[i]) if rows[i] >= 0 else (0, 0)
             self._report.errors.setdefault(
                 plan.req_ids[i],
                 f"vtoken: request {plan.req_ids[i]} was scheduled with {counts.length[i]} tokens, "
                 f"{planned[i]} blocks and epoch {counts.epoch[i]}, but the worker holds "
-                f"{live[i]} tokens, {num_blocks[i]} blocks and epoch {epoch[i]}.",
+                f"{tokens} tokens, {num_blocks[i]} blocks and epoch {evictions}.",
             )
         return wrong | damaged
 
@@ -301,13 +310,26 @@ class EvictionWorker:
             np.concatenate([self.table.slots(owner, found), slots]),
         )
 
-    def _attend(self, index: Ints, starts: Ints, length: Ints, batch_blocks: NDArray[np.int32]) -> None:
-        """Tell what our kernels have to attend and observe; ``index`` and ``length`` run over the healthy requests."""
+    def _attend(
+        self,
+        index: Ints,
+        starts: Ints,
+        length: Ints,
+        batch_blocks: NDArray[np.int32],
+        reduced: NDArray[np.bool_],
+    ) -> None:
+        """Tell what our kernels have to attend and observe; all but ``batch_blocks`` are of the healthy requests."""
         assert self._plan is not None and self._observer is not None
-        counts, ok, table = self._plan.counts, self._healthy, self.table
+        plan, counts, ok, table = self._plan, self._plan.counts, self._healthy, self.table
         rows, new_tokens = self._rows[ok], counts.new_tokens[ok]
         looks_from = counts.observe_from[ok]
-        seen, holed = np.flatnonzero(looks_from < new_tokens), np.flatnonzero(table.num_live[rows] < length)
+        is_seen, is_holed, single = looks_from < new_tokens, table.num_live[rows] < length, new_tokens == 1
+        seen, holed = np.flatnonzero(is_seen), np.flatnonzero(is_holed)
+        # Our kernel is the faster one, so where it can attend everybody it does. Requests that are whole are left to
+        # vLLM's, unless they are looked at: they shall be to the last bit what they are without us.
+        ours = is_holed | (single & (is_seen | reduced))
+        everybody = len(ok) == len(plan.req_ids) and ours.all()
+        spared = np.flatnonzero(~is_seen & ~is_holed) if everybody else ok[:0]
         observed = ObservedRuns(
             index[seen],
             starts[index[seen]] + looks_from[seen],
@@ -320,6 +342,7 @@ class EvictionWorker:
             QueryRuns(index[holed], starts[index[holed]], new_tokens[holed], length[holed]),
             table.logical_at[rows[holed], : int(length[holed].max(initial=0))] != HOLE,
             total=int(counts.new_tokens.sum()),
+            spared=QueryRuns(index[spared], starts[index[spared]], new_tokens[spared], length[spared]),
         )
         self._observer.begin(queries, batch_blocks)
         here = ok[seen]

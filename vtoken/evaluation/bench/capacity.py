@@ -45,8 +45,8 @@ PILOT = RATIO_PART = QUICK_PART = 16
 """What lengths and pools are divided by: where the search begins, over the eviction ratio, and with --quick."""
 TIMED_POLICY, TIMED_REQUESTS = "h2o", 10
 TIMED_PART, TIMED = 64, ("native", "none", "pack", "fill", "fill again")
-LONG_PART, LONG = 4, ("native", "fill")
-"""A quarter of the length, at which a run takes minutes: once each."""
+LONG_PART, LONG, LONG_REPEATS = 4, ("native", "fill"), 3
+"""A quarter of the length, at which a run takes minutes."""
 QUICK_TIMED_PART, QUICK_TIMED = 128, ("native", "fill")
 
 
@@ -65,7 +65,7 @@ class Capacity(Experiment):
         if bench.quick:
             return [*runs, *self._timed(bench, "timed", QUICK_TIMED_PART, QUICK_TIMED, bench.wanted_repeats or 1)]
         runs += self._timed(bench, "timed", TIMED_PART, TIMED, bench.repeats)
-        return [*runs, *self._timed(bench, "long", LONG_PART, LONG, 1)]
+        return [*runs, *self._timed(bench, "long", LONG_PART, LONG, bench.wanted_repeats or LONG_REPEATS)]
 
     def _timed(self, bench: "Bench", part: str, scale: int, ways: Sequence[str], repeats: int) -> list[Run]:
         setting = SETTINGS[0].scaled(scale)

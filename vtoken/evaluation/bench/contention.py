@@ -39,7 +39,7 @@ class Sizes:
 
     requests: int = 4
     prompt: int = 64
-    outputs: int = 25
+    outputs: int = 65
 
 
 QUICK = Sizes(requests=2, prompt=64, outputs=17)

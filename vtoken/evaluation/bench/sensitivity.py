@@ -61,7 +61,7 @@ FULL = Sizes(
     },
     requests=4,
     prompt=192,
-    outputs=24,
+    outputs=96,
     timed={
         "block size": (64, 128),
         "eviction ratio": (0.3, 0.8),

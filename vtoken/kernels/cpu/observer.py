@@ -20,7 +20,8 @@ class AttentionObserver:
     """Attends the queries of requests with holes, and collects the attention mass of observed queries.
 
     A single observed query of a request is attended here, output included, in one pass over its cache. Of several
-    (a prompt's), only the mass is computed beside the backend's attention.
+    (a prompt's), only the mass is computed beside the backend's attention. In a forward that would be attended here
+    altogether but for some single queries, these are, too: one kernel for all is faster than two.
 
     Args:
         key_cache, value_cache: views [blocks, S, H, D] of any observed layer: all have this layout.
@@ -86,7 +87,7 @@ class AttentionObserver:
         return (self._total + self._mass).sum(dim=0).float().numpy()
 
     def _plan_rows(self, queries: AttendedQueries, offsets: Ints, block_table: NDArray[np.int32]) -> None:
-        """Every query that is attended here is a row of its own: observed ones that are alone, and all of the holed."""
+        """Every query that is attended here is a row: observed ones that are alone, all of the holed, spared ones."""
         observed, holed = queries.observed, queries.holed
         of_holed = segment_ids(holed.count)
         step = ranges(np.zeros_like(holed.count), holed.count)
@@ -95,13 +96,13 @@ class AttentionObserver:
         lone = np.flatnonzero(observed.count == 1)
         dense = lone[~np.isin(observed.first[lone], place)]
 
-        place = np.concatenate([place, observed.first[dense]])
+        place = np.concatenate([place, observed.first[dense], queries.spared.first])
         order = np.argsort(place)  # in the batch's order, to take its queries without a copy
         self._rows = place = place[order]
         if not len(place):
             return
-        index = np.concatenate([holed.index[of_holed], observed.index[dense]])[order]
-        attended = np.concatenate([attended, observed.attended[dense]])[order]
+        index = np.concatenate([holed.index[of_holed], observed.index[dense], queries.spared.index])[order]
+        attended = np.concatenate([attended, observed.attended[dense], queries.spared.attended])[order]
         row_offsets = np.full(len(place), -1)
         row_offsets[np.searchsorted(place, observed.first[lone])] = offsets[lone]
         live = None
