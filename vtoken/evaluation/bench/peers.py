@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from vtoken.config import VTokenConfig
 from vtoken.evaluation.bench import peers_report as report
 from vtoken.evaluation.bench.base import Check, Experiment, Run
-from vtoken.evaluation.bench.bench import QUICK_REPEATS, Bench
+from vtoken.evaluation.bench.bench import Bench
 from vtoken.evaluation.bench.load import RUN_LOAD, as_arguments
 from vtoken.evaluation.bench.openvino_engine import Eviction, OpenVINOEngine, PipelineSpec, check_interpreter, export
 from vtoken.evaluation.bench.tables import Table
@@ -20,7 +20,8 @@ from vtoken.vllm_plugin.compiler import missing_compiler
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-REPEATS = 3  # a run takes over a minute
+REPEATS_OF_MOST = 3
+"""At the largest batch, where a run takes over a minute."""
 FULL_REQUESTS = 5
 START, RECENT, WINDOW = 32, 128, 8  # OpenVINO's own defaults; start and recent in whole blocks
 OPENVINO_BATCHED_TOKENS = 256  # its default
@@ -72,7 +73,6 @@ class Peers(Experiment):
         with bench.console.status("exporting the model to OpenVINO's format"):
             model = str(export(python, bench.model))
         works = bench.requests.exactly(max(sizes.batches), sizes.prompt, sizes.outputs)
-        repeats = bench.wanted_repeats or (QUICK_REPEATS if bench.quick else REPEATS)
         with ExitStack() as stack:
             runs, engines = [], {}
             with bench.progress("peers: starting engines", len(report.VARIANTS)) as tick:
@@ -87,6 +87,8 @@ class Peers(Experiment):
             # First, so that the timed runs find every engine warm.
             runs += _looks(bench, sizes, works[: min(sizes.batches)], engines)
             for batch in sizes.batches:
+                of_most = batch == max(sizes.batches) and not bench.quick and not bench.wanted_repeats
+                repeats = REPEATS_OF_MOST if of_most else bench.repeats
                 turns = bench.interleaved(report.measured_at(batch, sizes.batches), f"peers: batch {batch}", repeats)
                 for repeat, variant in turns:
                     found = engines[variant](works[:batch])

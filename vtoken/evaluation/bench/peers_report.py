@@ -115,9 +115,11 @@ def _speed(runs: Sequence[Run]) -> Table:
     about = _engine(runs, NATIVE)
     openvino = _engine(runs, OPENVINO)["openvino_genai"]
     again = _ratio(runs, AGAIN, NATIVE, min(_batches(runs)))
-    repeats = len(_timed(runs, NATIVE, min(_batches(runs))))
+    repeats = {batch: len(_timed(runs, NATIVE, batch)) for batch in _batches(runs)}
+    least, most = min(repeats.values()), max(repeats.values())
+    fewer = f" ({least} with {max(repeats)} requests)" if least < most else ""
     note = (
-        f"Median and 95 % interval of {repeats} interleaved repeats, ratios paired by repeat. Prompts of "
+        f"Median and 95 % interval of {most} interleaved repeats{fewer}, ratios paired by repeat. Prompts of "
         f"{about['prompt']:,} tokens, {about['outputs']} output tokens each, all at once; {about['num_blocks']} blocks "
         f"of {BLOCK_SIZE} tokens for all, which is five full requests; budget {about['budget']} tokens; float32 "
         f"throughout but for the line that says 8-bit. OpenVINO GenAI {openvino}: {_settings(runs)}. Two engines of "
