@@ -147,12 +147,14 @@ class Contention(Experiment):
                 if any(low + high):
                     axes.errorbar(at, heights, [low, high], fmt="none", ecolor="black", elinewidth=1, capsize=2)
                 ink = "white" if state == QUIET else "black"
+                place_of_name = {"xycoords": axes.get_xaxis_transform(), "textcoords": "offset points", "ha": "center"}
                 for x in at:
-                    axes.annotate(state, (x, 0), (0, 3), textcoords="offset points", ha="center", fontsize=7, color=ink)
+                    axes.annotate(state, (x, 0), (0, 3), **place_of_name, fontsize=7, color=ink)
             axes.set_xticks(range(len(names)), [NAMES[variant].replace(", ", ",\n") for variant in names])
-            axes.set(ylabel=unit, ylim=(0, None))
-        throughput.set(title="Throughput beside unrelated work")
-        steps.set(title="95th percentile of a decode step")
+            axes.set(ylabel=unit)
+        throughput.set(title="Throughput beside unrelated work", ylim=(0, None))
+        steps.set(title="95th percentile of a decode step", yscale="log")
+        steps.set_ylim(bottom=min(bar.get_height() for bar in steps.patches) / 2)
         return figure
 
     def checks(self, runs: Sequence[Run]) -> list[Check]:
