@@ -339,8 +339,7 @@ class EvictingModelFreeRunner(EvictingRunner, ModelFreeRunner):
 
 
 def _with_report(output: ModelRunnerOutput, report: StepReport) -> ModelRunnerOutput:
-    if output is EMPTY_MODEL_RUNNER_OUTPUT:
-        output = copy(output)  # all steps share it
+    output = copy(output)  # an empty output is a singleton that all steps share
     output.vtoken_report = report
     return output
 
