@@ -227,21 +227,23 @@ def _aims(runs: Sequence[Run]) -> list[Check]:
 
 
 def _why_openvino(runs: Sequence[Run], variant: str) -> str:
-    batch = _middle(runs)
-    parts = []
-    for one in (OPENVINO_EVICTING, variant):
-        prompts, whole = _prompt_seconds(runs, one, batch), median(_values(runs, one, batch, "seconds"))
-        parts.append(f"{prompts:.1f} s for prompts and {whole - prompts:.1f} s for all else")
-    return f"with {batch} requests OpenVINO takes {parts[0]}, vLLM with vtoken {parts[1]}"
+    theirs, ours = (_spent(runs, one) for one in (OPENVINO_EVICTING, variant))
+    return f"with {_middle(runs)} requests OpenVINO takes {theirs}, vLLM with vtoken {ours}"
 
 
 def _why_native(runs: Sequence[Run], variant: str) -> str:
-    batch = _middle(runs)
-    prompts, native = _prompt_seconds(runs, variant, batch), median(_values(runs, NATIVE, batch, "seconds"))
+    theirs, ours = (_spent(runs, one) for one in (NATIVE, variant))
     return (
-        f"with {batch} requests prompts alone take {prompts:.1f} s of native vLLM's {native:.1f} s: were decoding "
-        f"free, it would be {native / prompts:.2f}"
+        f"with {_middle(runs)} requests native vLLM takes {theirs}, with vtoken {ours}: prompts cost both the same, "
+        "and in a step more requests share the cores"
     )
+
+
+def _spent(runs: Sequence[Run], variant: str) -> str:
+    """Where an engine's time goes in the middle batch."""
+    batch = _middle(runs)
+    prompts, whole = _prompt_seconds(runs, variant, batch), median(_values(runs, variant, batch, "seconds"))
+    return f"{prompts:.1f} s for prompts and {whole - prompts:.1f} s for all else"
 
 
 def _shown(ratios: dict[int, Interval]) -> str:
