@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from vtoken.config import VTokenConfig
+from vtoken.kernels import openmp
 from vtoken.kernels.cpu.observer import AttentionObserver
 from vtoken.policies import load_policies
 from vtoken.vllm_plugin import layers as observed_layers
@@ -41,6 +42,29 @@ def lay(impl: Any, policy: str, holes: bool, **settings: Any) -> tuple[Attention
     spec = SimpleNamespace(num_kv_heads=1, head_size=32)
     observer = observed_layers._observe(config, made, None, spec, needs, holes)
     return observer, ["forward" in vars(layer.impl) for layer in made]
+
+
+def test_a_faster_kernel_that_has_but_one_thread_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openmp, "has_runtime", False)
+    assert lay(CPUAttentionBackendImpl, "streaming_llm", False) == (None, [False] * 3)
+    assert lay(CPUAttentionBackendImpl, "streaming_llm", True)[1] == [True] * 3  # needed, fast or not
+
+
+@pytest.mark.parametrize("different", [{"scale": 0.5}, {"num_heads": 4}, {"sinks": 1}, {"logits_soft_cap": 30.0}])
+def test_layers_that_differ(different: dict[str, Any]) -> None:
+    """One kernel is planned for all of them."""
+    made: list[CPUAttentionBackendImpl] = []
+
+    def impl() -> CPUAttentionBackendImpl:
+        made.append(CPUAttentionBackendImpl())
+        for name, value in different.items() if len(made) == 3 else ():
+            setattr(made[-1], name, value)
+        return made[-1]
+
+    assert lay(impl, "streaming_llm", False)[0] is None
+    made.clear()
+    with pytest.raises(ValueError, match="layers that differ in heads, scale, soft cap or sinks"):
+        lay(impl, "h2o", False)
 
 
 @pytest.mark.parametrize("policy", ["streaming_llm", "random", "key_norm", "h2o"])

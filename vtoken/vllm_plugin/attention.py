@@ -1,4 +1,4 @@
-"""A backend's attention with an observer beside it: vLLM's own kernel runs wherever nobody needs scores."""
+"""A backend's attention with an observer beside it: vLLM's own kernel runs wherever that does not do all its work."""
 
 from collections.abc import Callable, Collection
 from typing import Any

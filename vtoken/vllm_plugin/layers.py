@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from vllm.logger import init_logger
 
 from vtoken.config import VTokenConfig
 from vtoken.core.ragged import Ints
-from vtoken.kernels import key_norms
+from vtoken.kernels import key_norms, openmp
 from vtoken.kernels.copy_engine import copy_engine_for
 from vtoken.kernels.cpu.observer import AttentionObserver
 from vtoken.kernels.digest import digest
@@ -22,6 +23,8 @@ from vtoken.vllm_plugin.kv_cache import EvictableAttentionSpec
 from vtoken.vllm_plugin.ranks import Ranks, TensorParallelRanks
 from vtoken.vllm_plugin.scores import KeyNorms
 from vtoken.vllm_plugin.worker import EvictionWorker
+
+logger = init_logger(__name__)
 
 
 def make_worker(
@@ -73,13 +76,17 @@ def _observe(
 ) -> AttentionObserver | None:
     """Lay an observer over the layers that it may have to attend, or refuse with ValueError in one sentence.
 
-    Where nobody needs one it is there because its kernel is faster, and None if that does not support these layers.
+    Where nobody needs one it is there because its kernel is faster, and None if that does not support these layers, or
+    has one thread while vLLM's has them all.
     """
+    if not (holes or any(one.attention for one in needs.values()) or openmp.has_runtime):
+        return None
     try:
         return _lay_observer(config, layers, layout, spec, needs, holes)
-    except ValueError:
+    except ValueError as error:
         if holes or any(one.attention for one in needs.values()):
             raise
+        logger.info("vtoken: vLLM's own attention kernel is used throughout. %s", error)
         return None
 
 
@@ -104,6 +111,13 @@ def _lay_observer(
         raise ValueError(
             f"vtoken: {wants}, which is not supported yet with {type(impl).__name__} or with a soft cap or sinks in "
             "attention; use reclaim='fill' with streaming_llm, random or key_norm, and enable_prefix_caching=False."
+        )
+    impls = [layer.impl for layer in layers]
+    if len({(type(one), one.num_heads, one.scale, one.logits_soft_cap, one.sinks is None) for one in impls}) > 1:
+        raise ValueError(
+            "vtoken: attention layers that differ in heads, scale, soft cap or sinks are not supported yet where there "
+            "are holes or attention is looked at; use reclaim='fill' with streaming_llm, random or key_norm, and "
+            "enable_prefix_caching=False."
         )
     check_vec_layout(layout, spec.num_kv_heads, spec.head_size)
     observer = AttentionObserver(

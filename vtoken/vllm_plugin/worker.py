@@ -326,7 +326,7 @@ class EvictionWorker:
         is_seen, is_holed, single = looks_from < new_tokens, table.num_live[rows] < length, new_tokens == 1
         seen, holed = np.flatnonzero(is_seen), np.flatnonzero(is_holed)
         # Our kernel is the faster one, so where it can attend everybody it does. Requests that are whole are left to
-        # vLLM's, unless they are looked at: they shall be to the last bit what they are without us.
+        # vLLM's, unless they are looked at: without an eviction everything stays, to the last bit, as it is without us.
         ours = is_holed | (single & (is_seen | reduced))
         everybody = len(ok) == len(plan.req_ids) and ours.all()
         spared = np.flatnonzero(~is_seen & ~is_holed) if everybody else ok[:0]

@@ -1,4 +1,4 @@
-"""Attention on the CPU where the backend's own will not do: with holes, and where the attention itself is wanted.
+"""Attention on the CPU with holes, where the attention itself is wanted, and where that spares the backend all of it.
 
 Driven while a forward runs, layer by layer; masses add up in one array.
 """
