@@ -79,12 +79,13 @@ def _observe(
     Where nobody needs one it is there because its kernel is faster, and None if that does not support these layers, or
     has one thread while vLLM's has them all.
     """
-    if not (holes or any(one.attention for one in needs.values()) or openmp.has_runtime):
+    needed = holes or any(one.attention for one in needs.values())
+    if not needed and not openmp.has_runtime:
         return None
     try:
         return _lay_observer(config, layers, layout, spec, needs, holes)
     except ValueError as error:
-        if holes or any(one.attention for one in needs.values()):
+        if needed:
             raise
         logger.info("vtoken: vLLM's own attention kernel is used throughout. %s", error)
         return None
