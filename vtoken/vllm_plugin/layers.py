@@ -82,26 +82,31 @@ def _observe(
     needed = holes or any(one.attention for one in needs.values())
     if not needed and not openmp.has_runtime:
         return None
+    counts = list(range(len(layers))) if config.score_layers is None else sorted(set(config.score_layers))
+    if not holes:  # only what is observed
+        layers, counts = [layers[n] for n in counts], list(range(len(counts)))
     try:
-        return _lay_observer(config, layers, layout, spec, needs, holes)
+        _check_layers(config, layers, needs)
+        check_vec_layout(layout, spec.num_kv_heads, spec.head_size)
+        observer = AttentionObserver(
+            *vec_views(layers[0].kv_cache),
+            num_query_heads=layers[0].impl.num_heads,
+            num_layers=len(counts),
+            scale=layers[0].impl.scale,
+            prompts=any(one.prompt_queries > 0 for one in needs.values()),
+            holes=holes,
+        )
     except ValueError as error:
         if needed:
             raise
         logger.info("vtoken: vLLM's own attention kernel is used throughout. %s", error)
         return None
+    observe(layers, observer, counts)
+    return observer
 
 
-def _lay_observer(
-    config: VTokenConfig,
-    layers: list[Any],
-    layout: BlockLayout,
-    spec: EvictableAttentionSpec,
-    needs: dict[str, Needs],
-    holes: bool,
-) -> AttentionObserver:
-    counts = list(range(len(layers))) if config.score_layers is None else sorted(set(config.score_layers))
-    if not holes:  # only what is observed
-        layers, counts = [layers[n] for n in counts], list(range(len(counts)))
+def _check_layers(config: VTokenConfig, layers: list[Any], needs: dict[str, Needs]) -> None:
+    """Raises ValueError, in one sentence, for attention that our kernel does not compute."""
     impl = layers[0].impl
     if type(impl).__name__ != "CPUAttentionBackendImpl" or impl.logits_soft_cap or impl.sinks is not None:
         look = [name for name, one in needs.items() if one.attention]
@@ -120,17 +125,6 @@ def _lay_observer(
             "are holes or attention is looked at; use reclaim='fill' with streaming_llm, random or key_norm, and "
             "enable_prefix_caching=False."
         )
-    check_vec_layout(layout, spec.num_kv_heads, spec.head_size)
-    observer = AttentionObserver(
-        *vec_views(layers[0].kv_cache),
-        num_query_heads=impl.num_heads,
-        num_layers=len(counts),
-        scale=impl.scale,
-        prompts=any(one.prompt_queries > 0 for one in needs.values()),
-        holes=holes,
-    )
-    observe(layers, observer, counts)
-    return observer
 
 
 def _all_layers(caches: list[torch.Tensor]) -> torch.Tensor:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from vllm.logger import init_logger
 
 from vtoken.config import VTokenConfig
-from vtoken.core.observed import NO_QUERIES, AttendedQueries, ObservedRuns, QueryRuns
+from vtoken.core.observed import NO_QUERIES
 from vtoken.core.ragged import Ints, offsets_of, ranges
 from vtoken.core.reclamation import (
     CopyOut,
@@ -21,10 +21,11 @@ from vtoken.core.reclamation import (
     Reclamation,
 )
 from vtoken.core.selection import select_victims
-from vtoken.core.token_table import HOLE, TokenTable
+from vtoken.core.token_table import TokenTable
 from vtoken.core.trace import Incarnation, Trace
 from vtoken.kernels.copy_engine import CopyEngine, CopyFailed
 from vtoken.policies import load_policies
+from vtoken.vllm_plugin.attended import attended_queries
 from vtoken.vllm_plugin.protocol import StepPlan, StepReport
 from vtoken.vllm_plugin.ranks import Ranks
 from vtoken.vllm_plugin.scores import KeyNorms, Observer, ScoreKeeper
@@ -180,7 +181,7 @@ class EvictionWorker:
             if as_stock and not counts.observes:
                 self._observer.begin(NO_QUERIES, batch_blocks)
             else:
-                self._attend(index, starts, length, batch_blocks, reduced)
+                self._attend(index, starts, batch_blocks, reduced)
         if as_stock:
             return None
         tokens = ranges(starts[index], new_tokens)
@@ -310,43 +311,15 @@ class EvictionWorker:
             np.concatenate([self.table.slots(owner, found), slots]),
         )
 
-    def _attend(
-        self,
-        index: Ints,
-        starts: Ints,
-        length: Ints,
-        batch_blocks: NDArray[np.int32],
-        reduced: NDArray[np.bool_],
-    ) -> None:
-        """Tell what our kernels have to attend and observe; all but ``batch_blocks`` are of the healthy requests."""
+    def _attend(self, index: Ints, starts: Ints, batch_blocks: NDArray[np.int32], reduced: NDArray[np.bool_]) -> None:
+        """Tell our kernels what to attend and observe; ``index`` and ``reduced`` are of the healthy requests."""
         assert self._plan is not None and self._observer is not None
-        plan, counts, ok, table = self._plan, self._plan.counts, self._healthy, self.table
-        rows, new_tokens = self._rows[ok], counts.new_tokens[ok]
-        looks_from = counts.observe_from[ok]
-        is_seen, is_holed, single = looks_from < new_tokens, table.num_live[rows] < length, new_tokens == 1
-        seen, holed = np.flatnonzero(is_seen), np.flatnonzero(is_holed)
-        # Our kernel is the faster one, so where it can attend everybody it does. Requests that are whole are left to
-        # vLLM's, unless they are looked at: without an eviction everything stays, to the last bit, as it is without us.
-        ours = is_holed | (single & (is_seen | reduced))
-        everybody = len(ok) == len(plan.req_ids) and ours.all()
-        spared = np.flatnonzero(~is_seen & ~is_holed) if everybody else ok[:0]
-        observed = ObservedRuns(
-            index[seen],
-            starts[index[seen]] + looks_from[seen],
-            (new_tokens - looks_from)[seen],
-            length[seen],
-            *self._scores.manner(rows[seen]),
-        )
-        queries = AttendedQueries(
-            observed,
-            QueryRuns(index[holed], starts[index[holed]], new_tokens[holed], length[holed]),
-            table.logical_at[rows[holed], : int(length[holed].max(initial=0))] != HOLE,
-            total=int(counts.new_tokens.sum()),
-            spared=QueryRuns(index[spared], starts[index[spared]], new_tokens[spared], length[spared]),
-        )
+        counts, ok = self._plan.counts, self._healthy
+        rows = self._rows[ok]
+        queries, seen = attended_queries(self.table, counts, ok, rows, index, starts, reduced, self._scores.manner)
         self._observer.begin(queries, batch_blocks)
         here = ok[seen]
-        self._scores.watch(rows[seen], counts.decodes[here], counts.ends_part[here], observed)
+        self._scores.watch(rows[seen], counts.decodes[here], counts.ends_part[here], queries.observed)
 
     def _refuse_attention(self, row: int) -> None:
         assert self._plan is not None and self._report is not None
