@@ -107,7 +107,7 @@ class StubRunner(EvictingRunner, BareRunner):  # type: ignore[misc]
         """What the policy forgets after a forward; one that is not foreseen is asked."""
         state, taken = self.requests[forward.req_id], None
         if self.references[forward.req_id].config.policy != FORESEEN:
-            taken = self.vtoken._traces[forward.req_id].incarnations[-1].victims[-1]
+            taken = self.vtoken._traces.traces[forward.req_id].incarnations[-1].victims[-1]
         complete = state.num_computed_tokens == len(state.tokens)
         forward.victims, moved = self.references[forward.req_id].forget(complete, taken)
         self.expected = (self.expected[0] + forward.evicted, self.expected[1] + moved)

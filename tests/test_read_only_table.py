@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 
 from vtoken.core import audit
+from vtoken.core.history import Holding
+from vtoken.core.holdings import PoolUse, holdings, pool_use
 from vtoken.core.reclamation import BlockChange, CopyOut, Due, FillReclamation
 from vtoken.core.token_table import HOLE, TokenTable
 
@@ -187,16 +189,19 @@ class TestSharedBlocks:
 
     def test_a_slot_counts_once_and_as_long_as_its_token_lives_for_one_of_them(self) -> None:
         table = self.two()
-        assert (
-            table.live_slots("ab") == (8 + 2 + 1, 4)
-            and table.live_slots("b") == (9, 3)
-            and table.live_slots("") == (0, 0)
-        )
-        assert table.waste() == 1 - 11 / 16
+        assert pool_use(table) == PoolUse(4, 16, live=8 + 2 + 1, dead=0)
+        assert pool_use(table, "b") == PoolUse(3, 12, live=9, dead=0)
+        assert pool_use(table, "") == PoolUse(0, 0, 0, 0) and pool_use(table, "").waste == 0.0
+        assert pool_use(table).waste == 1 - 11 / 16
         kill(table, 1, 5)
-        assert table.live_slots("ab") == (11, 4)
+        assert pool_use(table) == PoolUse(4, 16, live=11, dead=0)
+        assert pool_use(table, "a") == PoolUse(3, 12, live=8, dead=2)
         kill(table, 1, req_id="b")
-        assert table.live_slots("ab") == (10, 4)
+        assert pool_use(table) == PoolUse(4, 16, live=10, dead=1)
+        assert holdings(table).listed() == [
+            Holding("a", [10, 11, 12], [3, 3, 2]),
+            Holding("b", [10, 11, 15], [3, 4, 1]),
+        ]
 
     def test_different_tokens(self) -> None:
         table = table_with(10)

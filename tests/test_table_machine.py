@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from vtoken.core import audit
 from vtoken.core.audit import InvariantViolation
+from vtoken.core.holdings import pool_use
 from vtoken.core.planner import Plan
 from vtoken.core.ragged import offsets_of
 from vtoken.core.reclamation import FillReclamation
@@ -162,7 +163,7 @@ class World:
         held = [block for blocks in self.blocks.values() for block in blocks]
         assert sorted(held + self.free) == list(range(BLOCKS)), "a block was lost or doubled"
         tokens = sum(map(len, self.live.values()))
-        assert self.table.waste() == (1 - tokens / (len(held) * S) if held else 0.0)
+        assert pool_use(self.table).waste == (1 - tokens / (len(held) * S) if held else 0.0)
 
 
 class TableMachine(RuleBasedStateMachine):

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from vtoken.core import audit
+from vtoken.core.holdings import pool_use
 from vtoken.core.token_table import HOLE, Moves, TokenTable
 
 S = 4
@@ -68,7 +69,7 @@ class TestAppending:
         assert live_counts(table, "a") == [4, 4, 2]
         assert table.block_ids("a") == [7, 2, 5]
         assert table.live_tokens("a").tolist() == list(range(10))
-        assert table.waste() == pytest.approx(1 - 10 / 12, abs=0)
+        assert pool_use(table).waste == pytest.approx(1 - 10 / 12, abs=0)
 
     def test_the_slots_of_the_new_tokens_are_returned_in_order(self, table: TokenTable) -> None:
         assert append(table, "a", [7, 2, 5, 1], 5) == [22, 23, 4, 5, 6]
@@ -165,7 +166,7 @@ class TestEvicting:
         assert layout(table, "a") == [HOLE, 1, 2, 3, 4, 5, 6, 7, 8, HOLE, HOLE, HOLE]
         assert layout(table, "b") == [HOLE, 1, 2, HOLE]
         assert (live_counts(table, "a"), live_counts(table, "b")) == ([3, 4, 1], [2])
-        assert table.waste() == 1 - 10 / 16
+        assert pool_use(table).waste == 1 - 10 / 16
         audit.check_mapping(table)
 
     @pytest.mark.parametrize("tokens", [(10,), (-1,), (3, 99), (2, 2), (5, 3, 5)])
@@ -227,7 +228,7 @@ class TestReleasing:
         evict(table, "a", 8, 9)
         table.release_blocks(table.rows(["a"]), ints(2))
         assert table.block_ids("a") == [7, 2]
-        assert table.waste() == 0.0
+        assert pool_use(table).waste == 0.0
 
     def test_a_block_with_a_live_token_stays(self, table: TokenTable) -> None:
         evict(table, "a", 8)
@@ -256,7 +257,7 @@ class TestRequests:
         evict(table, "a", 0, 4)
         row = int(table.rows(["a"])[0])
         table.drop_request("a")
-        assert "a" not in table and table.waste() == 0.0
+        assert "a" not in table and pool_use(table).waste == 0.0
         assert table.add_request("b") == row
         assert layout(table, "b") == [] and table.live_tokens("b").tolist() == []
         assert append(table, "b", [6], 3) == [24, 25, 26]
@@ -277,7 +278,7 @@ class TestRequests:
             table.rows(["b"])
 
     def test_an_empty_table_wastes_nothing(self) -> None:
-        assert TokenTable(S).waste() == 0.0
+        assert pool_use(TokenTable(S)).waste == 0.0
 
     def test_rows_and_columns_grow_without_losing_anything(self) -> None:
         table = TokenTable(S, requests=1, tokens=4)

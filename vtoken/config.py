@@ -184,10 +184,23 @@ class VTokenConfig(_Options):
     prefill_chunk: int = Field(
         512, ge=1, le=MOST_TOKENS, description="Tokens between two evictions of a prompt where it is reduced in chunks."
     )
+    history: int = Field(
+        600,
+        ge=0,
+        le=MOST_TOKENS,
+        description="Pictures of the block pool that the live page can go back to, one a second; 0 keeps none.",
+    )
     record_trace: bool = Field(False, description="Keep each request's forwards and victims, for replay in tests.")
     allow_unverified: bool = Field(
         False, description="Also run where vtoken's tests have not been yet: on a GPU, or with other architectures."
     )
+
+    def summary(self) -> str:
+        """What an operator wants to see in a log: what is evicted of whom, and how blocks come back."""
+        whose = "requests that ask for it are" if self.compress == "asked" else "requests are"
+        kept = f"{self.budget} tokens" if isinstance(self.budget, int) else f"{self.budget:g} of their prompt"
+        others = f"; requests may ask for {', '.join(self.request_policies)}" if self.request_policies else ""
+        return f"{whose} kept to {kept} by policy {self.policy}, and blocks freed by '{self.reclaim}'{others}"
 
     @property
     def head(self) -> int:

@@ -1,9 +1,9 @@
 """What the block pool looked like, once a second: what the live page and the reports draw."""
 
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from math import inf
+from typing import Any, Protocol
 
 
 @dataclass(frozen=True)
@@ -67,34 +67,63 @@ class Recording:
         return asdict(self)
 
 
+class CompactHoldings(Protocol):
+    """Holdings in a form that takes little memory: those of ``core/holdings.py``."""
+
+    @property
+    def nbytes(self) -> int: ...
+    def listed(self) -> list[Holding]: ...
+
+
 class History:
-    """The last frames of an engine, one per interval at most.
+    """The last frames of an engine, one per interval: one that comes early takes the place of the last one.
 
     Args:
         length: frames that are kept; 0 keeps none.
         interval: seconds from one to the next.
+        most_bytes: what their holdings may take together, whatever the length.
     """
 
-    def __init__(self, length: int, interval: float = 1.0) -> None:
-        self.length = length
+    def __init__(self, length: int, interval: float = 1.0, most_bytes: int = 64 << 20) -> None:
+        self._length = length
         self._interval = interval
-        self._frames: deque[Frame] = deque(maxlen=length)
-        self._due = 0.0
+        self._most_bytes = most_bytes
+        self._frames: deque[tuple[Frame, CompactHoldings]] = deque()
+        self._bytes = 0
+        self._due = -inf
         self._count = 0
 
     def due(self, now: float) -> bool:
-        """Whether a frame is missing at this time, in seconds of any clock that does not go back."""
-        return self.length > 0 and now >= self._due
+        """Whether a frame is missing at this time, in seconds of a clock that does not go back."""
+        return self._length > 0 and now >= self._due
 
-    def next_number(self, now: float) -> int:
-        """The number of the frame that is taken at this time."""
-        self._due = now + self._interval
+    @property
+    def keeps(self) -> bool:
+        return self._length > 0
+
+    def append(self, now: float, frame: Frame, held: CompactHoldings) -> None:
+        """Keep a frame, taken at this time of the same clock, under the next number; the oldest ones give way."""
+        if now < self._due and self._frames:
+            self._bytes -= self._frames.pop()[1].nbytes
+        else:
+            self._due = now + self._interval
         self._count += 1
-        return self._count
+        self._frames.append((replace(frame, number=self._count), held))
+        self._bytes += held.nbytes
+        while len(self._frames) > self._length or self._bytes > self._most_bytes:
+            self._bytes -= self._frames.popleft()[1].nbytes
 
-    def append(self, frame: Frame) -> None:
-        self._frames.append(frame)
+    def since(self, number: int, most_blocks: int) -> list[Frame]:
+        """The frames after the one of this number, the oldest first.
 
-    def since(self, number: int) -> Iterator[Frame]:
-        """The frames after the one of this number, the oldest first."""
-        return (frame for frame in self._frames if frame.number > number)
+        Args:
+            number: that of the last frame that is known already; 0 for none.
+            most_blocks: when their holdings name so many blocks, what comes later is left for the next time.
+        """
+        frames: list[Frame] = []
+        blocks = 0
+        for frame, held in self._frames:
+            if frame.number > number and blocks < most_blocks:
+                frames.append(replace(frame, holdings=held.listed()))
+                blocks += sum(len(one.blocks) for one in frames[-1].holdings)
+        return frames

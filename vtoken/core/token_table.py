@@ -122,21 +122,6 @@ class TokenTable:
         row = self._row_of[req_id]
         return self.live_in_block[row, : self.num_blocks[row]].tolist()
 
-    def waste(self) -> float:
-        """F = 1 - sum(n_i) / (N * S) over all blocks held by the requests of this table; 0 if none is held."""
-        slots, blocks = self.live_slots(self._row_of)
-        return 1.0 - slots / (blocks * self.block_size) if blocks else 0.0
-
-    def live_slots(self, req_ids: Iterable[str]) -> tuple[int, int]:
-        """(slots with a token that is live for one of these requests, blocks that they hold), shared ones once."""
-        rows = self.rows(req_ids)
-        held = np.arange(self.blocks.shape[1]) < self.num_blocks[rows, None]
-        blocks, place = np.unique(self.blocks[rows][held], return_inverse=True)
-        live = self.logical_at[rows].reshape(*held.shape, self.block_size)[held] != HOLE
-        used = np.zeros((len(blocks), self.block_size), dtype=np.bool_)
-        np.logical_or.at(used, place, live)
-        return int(used.sum()), len(blocks)
-
     # -- the mutators -----------------------------------------------------------------------------------------
 
     def dense_end(self, rows: Ints) -> Ints:

@@ -26,6 +26,7 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from vtoken.config import VTokenConfig
 from vtoken.core.budget import cadence_of
+from vtoken.core.holdings import pool_use
 from vtoken.core.ledger import LengthLedger
 from vtoken.core.trace import Trace
 from vtoken.policies import load_policies, load_policy
@@ -143,24 +144,28 @@ class EvictingScheduler(_Scheduler):
             output = super().schedule(throttle_prefills)
         finally:
             self._scheduling = False
-        req_ids = list(output.num_scheduled_tokens)
-        requests = list(map(self.requests.__getitem__, req_ids))
-        output.vtoken_plan = self.vtoken.plan(
-            ScheduledStep(
-                req_ids,
-                output.num_scheduled_tokens.values(),
-                map(attrgetter("num_computed_tokens"), requests),
-                map(attrgetter("num_tokens"), requests),
-                beginning_in(output),
+        with self.vtoken.planning:
+            req_ids = list(output.num_scheduled_tokens)
+            requests = list(map(self.requests.__getitem__, req_ids))
+            output.vtoken_plan = self.vtoken.plan(
+                ScheduledStep(
+                    req_ids,
+                    output.num_scheduled_tokens.values(),
+                    map(attrgetter("num_computed_tokens"), requests),
+                    map(attrgetter("num_tokens"), requests),
+                    beginning_in(output),
+                    *self.get_request_counts(),
+                )
             )
-        )
         return output
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         report: StepReport | None = getattr(model_runner_output, "vtoken_report", None)
-        self._end_with_error(self.vtoken.settle(plan_of(scheduler_output), report))
+        with self.vtoken.settling:
+            errors = self.vtoken.settle(plan_of(scheduler_output), report)
+        self._end_with_error(errors)
         unseen = self._ending | self.vtoken.spoilt
         for req_id in unseen & model_runner_output.req_id_to_index.keys() if unseen else ():
             # What a request computed from a cache that is not its own must not be seen. vLLM also insists that
@@ -182,6 +187,7 @@ class EvictingScheduler(_Scheduler):
                 logger.error("%s", sentence)
                 self.grammar_compile_error_reqs.add(req_id)
                 self._ending.add(req_id)
+                self.vtoken.stats.requests_failed += 1
 
     def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
         outcome = self.vtoken.outcome(request.request_id)
@@ -252,21 +258,25 @@ class EvictingRunner(_Runner):
 
     def execute_model(self, scheduler_output: SchedulerOutput, intermediate_tensors: Any = None) -> Any:
         # Before anything else touches the cache, or a block list: clearing blocks and preparing inputs happen inside.
-        self.vtoken.wait_for_copies()
-        self._vtoken_follow_blocks()
-        plan = plan_of(scheduler_output)
-        known = ChainMap({new.req_id: new for new in scheduler_output.scheduled_new_reqs}, self.requests)
-        self.vtoken.begin_step(
-            plan,
-            ended=[*scheduler_output.finished_req_ids, *(scheduler_output.preempted_req_ids or ())],
-            started={
-                req_id: Start(known[req_id].prompt_token_ids, hit, plan.policies.get(req_id, 0))
-                for req_id, hit in beginning_in(scheduler_output).items()
-            },
-        )
+        monitor = self.vtoken.monitor
+        with monitor.waiting_for_copies:
+            self.vtoken.wait_for_copies()
+        with monitor.beginning:
+            self._vtoken_follow_blocks()
+            plan = plan_of(scheduler_output)
+            known = ChainMap({new.req_id: new for new in scheduler_output.scheduled_new_reqs}, self.requests)
+            self.vtoken.begin_step(
+                plan,
+                ended=[*scheduler_output.finished_req_ids, *(scheduler_output.preempted_req_ids or ())],
+                started={
+                    req_id: Start(known[req_id].prompt_token_ids, hit, plan.policies.get(req_id, 0))
+                    for req_id, hit in beginning_in(scheduler_output).items()
+                },
+            )
         output = super().execute_model(scheduler_output, intermediate_tensors)
         if output is None:
-            self._vtoken_blocks = self.vtoken.evict()
+            with monitor.evicting:
+                self._vtoken_blocks = self.vtoken.evict()
             return None
         return self._vtoken_with_report(output)
 
@@ -275,22 +285,26 @@ class EvictingRunner(_Runner):
 
     def _prepare_inputs(self, scheduler_output: SchedulerOutput, num_scheduled_tokens: Any) -> Any:
         prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
+        with self.vtoken.monitor.placing:
+            self._vtoken_place(plan_of(scheduler_output))
+        return prepared
+
+    def _vtoken_place(self, plan: StepPlan) -> None:
         index_of, table = self.input_batch.req_id_to_index, self.input_batch.block_table[0]
         place = self.vtoken.place_tokens(
-            np.fromiter(map(index_of.__getitem__, plan_of(scheduler_output).req_ids), dtype=np.int64),
+            np.fromiter(map(index_of.__getitem__, plan.req_ids), dtype=np.int64),
             table.block_table.np,
             table.num_blocks_per_row,
             self.query_start_loc.np,
         )
         if place is None:
-            return prepared
+            return
         # vLLM has filled these in from logical lengths. Positions, sampling and progress keep those.
         index, length = torch.from_numpy(place.index), torch.from_numpy(place.length).to(torch.int32)
         self.optimistic_seq_lens_cpu[index] = length
         self.seq_lens[index.to(self.device)] = length.to(self.device)
         tokens, slots = torch.from_numpy(place.tokens), torch.from_numpy(place.slots)
         table.slot_mapping.gpu[tokens.to(self.device)] = slots.to(self.device)
-        return prepared
 
     def _vtoken_follow_blocks(self) -> None:
         table = self.input_batch.block_table[0]
@@ -375,10 +389,18 @@ class EvictingWorker:
         traces: dict[str, Trace] = self.model_runner.vtoken.take_traces()
         return {req_id: asdict(trace) for req_id, trace in traces.items()}
 
+    def count_vtoken(self) -> dict[str, Any]:
+        return self.model_runner.vtoken.monitor.counts().to_json()
+
+    def recall_vtoken(self, since: int) -> dict[str, Any]:
+        return self.model_runner.vtoken.monitor.recording(since).to_json()
+
+    def take_vtoken_frame(self, number: int, time: float) -> dict[str, Any]:
+        return self.model_runner.vtoken.monitor.frame(number, time).to_json()
+
     def count_vtoken_live_slots(self, req_ids: list[str]) -> int:
         table = self.model_runner.vtoken.table
-        slots, _ = table.live_slots(req_id for req_id in req_ids if req_id in table)
-        return int(slots)
+        return pool_use(table, [req_id for req_id in req_ids if req_id in table]).live
 
     def count_vtoken_live_per_block(self, req_ids: list[str]) -> dict[str, list[int]]:
         table = self.model_runner.vtoken.table

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vtoken.config import VTokenConfig
+from vtoken.core.history import Frame, Holding
 from vtoken.core.trace import Trace
 from vtoken.vllm_plugin.plugin import OPTION, check_vllm_version, parse_config, register
 
@@ -185,6 +186,15 @@ class Engine:
                 starts = range(0, len(manager.req_to_blocks[req_id]) * size, size)
                 counts[req_id] = [min(max(request.num_computed_tokens - start, 0), size) for start in starts]
         return {self._external_id.get(req_id, req_id): counts[req_id] for req_id in running if req_id in counts}
+
+    def frame(self, number: int, time: float) -> Frame:
+        """The pool after the last step, with this number and time; not of stock vLLM."""
+        told = self._engine.collective_rpc("take_vtoken_frame", args=(number, time))[0]
+        held = [
+            Holding(self._external_id.get(one["request"], one["request"]), one["blocks"], one["live"])
+            for one in told["holdings"]
+        ]
+        return Frame(**{**told, "holdings": held})
 
     def take_traces(self) -> dict[str, Trace]:
         """Traces by request id, and forget them. Needs ``VTokenConfig(record_trace=True)``.

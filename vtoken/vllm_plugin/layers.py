@@ -45,7 +45,8 @@ def make_worker(
     norms = _key_norms(vllm_config, cache, layout, spec, ranks) if measures else None
     copies = copy_engine_for(cache.device.type, Relocator(cache, layout), config.copies)
     digests = partial(_digests, cache, layout, _memory_order(layers)) if config.verify else None
-    return EvictionWorker(config, spec.block_size, copies, observer, norms, ranks, digests)
+    bytes_per_token = spec.page_size_bytes // spec.block_size * len(layers)
+    return EvictionWorker(config, spec.block_size, copies, observer, norms, ranks, digests, bytes_per_token)
 
 
 def _memory_order(layers: list[Any]) -> Ints:

@@ -107,7 +107,7 @@ def configure(vllm_config: Any, options: Mapping[str, Any] | VTokenConfig) -> No
     others = {k: v for k, v in additional.items() if k != OPTION} if isinstance(additional, dict) else {}
     if not isinstance(additional, AdditionalConfig):
         vllm_config.additional_config = AdditionalConfig(config, others)
-        logger.info("vtoken %s: %s", __version__, _summary(config))
+        logger.info("vtoken %s: %s", __version__, config.summary())
     compat = "vtoken.vllm_plugin.compat"
     on_cpu = vllm_config.device_config.device_type == "cpu"
     scheduler = "VTokenAsyncScheduler" if vllm_config.scheduler_config.async_scheduling else "VTokenScheduler"
@@ -115,14 +115,6 @@ def configure(vllm_config: Any, options: Mapping[str, Any] | VTokenConfig) -> No
     vllm_config.parallel_config.worker_cls = f"{compat}.{'VTokenCPUWorker' if on_cpu else 'VTokenGPUWorker'}"
     _validate_requests(config)
     refuse_sessions(AdditionalConfig)
-
-
-def _summary(config: VTokenConfig) -> str:
-    """What an operator wants to see in the log: whether vtoken is on, and how."""
-    whose = "requests that ask for it are" if config.compress == "asked" else "requests are"
-    kept = f"{config.budget} tokens" if isinstance(config.budget, int) else f"{config.budget:g} of their prompt"
-    others = f"; requests may ask for {', '.join(config.request_policies)}" if config.request_policies else ""
-    return f"{whose} kept to {kept} by policy {config.policy}, and blocks freed by '{config.reclaim}'{others}"
 
 
 def _validate_requests(config: VTokenConfig) -> None:

@@ -15,6 +15,28 @@ from vtoken.core.reclamation import BlockChange, CopyOut
 
 
 @dataclass(frozen=True)
+class EngineCounts:
+    """What the scheduler alone knows, for those who ask the worker (``monitor.py``), as of when a step was scheduled.
+
+    Attributes:
+        num_blocks, free_blocks: of the pool; ``num_blocks`` is what requests can hold.
+        running, waiting: requests.
+        blocks_reclaimed: handed back before their request ended.
+        requests_failed: ended with an error by vtoken.
+        plan_seconds, settle_seconds: that planning and settling steps has taken.
+    """
+
+    num_blocks: int = 0
+    free_blocks: int = 0
+    running: int = 0
+    waiting: int = 0
+    blocks_reclaimed: int = 0
+    requests_failed: int = 0
+    plan_seconds: float = 0.0
+    settle_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
 class StepPlan:
     """Scheduler to worker, for one step.
 
@@ -29,6 +51,7 @@ class StepPlan:
         copy_out: what a request is to do with the last of its read-only blocks.
         policies: for requests that begin with this step, which of the policies on offer is theirs; else the engine's.
         settled: number of the last step whose report had been taken in when this one was scheduled.
+        engine: what the worker is asked about and does not know.
     """
 
     step: int
@@ -39,6 +62,7 @@ class StepPlan:
     copy_out: dict[str, CopyOut] = field(default_factory=dict)
     policies: dict[str, int] = field(default_factory=dict)
     settled: int = 0
+    engine: EngineCounts = field(default_factory=EngineCounts)
 
 
 @dataclass

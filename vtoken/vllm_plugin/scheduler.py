@@ -13,9 +13,10 @@ import numpy as np
 
 from vtoken.config import VTokenConfig
 from vtoken.core.ledger import LengthLedger, Outcome
+from vtoken.core.phase import Phase
 from vtoken.core.reclamation import BlockChange
 from vtoken.core.reclamation_manager import ReclamationManager
-from vtoken.vllm_plugin.protocol import StepPlan, StepReport
+from vtoken.vllm_plugin.protocol import EngineCounts, StepPlan, StepReport
 from vtoken.vllm_plugin.read_only import BlockLists, Decisions, Pool, ReadOnlyBlocks
 from vtoken.vllm_plugin.request_settings import RequestSettings
 
@@ -27,13 +28,15 @@ class ReclamationStats:
     tokens_evicted: int = 0
     tokens_moved: int = 0
     blocks_reclaimed: int = 0
+    requests_failed: int = 0
 
 
 @dataclass(frozen=True)
 class ScheduledStep:
     """What vLLM's scheduler decided for one step; sequences run over the scheduled requests.
 
-    ``hits`` has the requests that start in it, and how many tokens each found in the prefix cache.
+    ``hits`` has the requests that start in it, and how many tokens each found in the prefix cache. ``running`` and
+    ``waiting`` are how many requests there are, scheduled or not.
     """
 
     req_ids: list[str]
@@ -41,6 +44,8 @@ class ScheduledStep:
     logical_length: Iterable[int]
     known_length: Iterable[int]
     hits: Mapping[str, int] = field(default_factory=dict)
+    running: int = 0
+    waiting: int = 0
 
 
 @dataclass
@@ -85,6 +90,7 @@ class EvictionScheduler:
     Attributes:
         spoilt: requests whose results of the step settled last nobody must see; some may have been preempted since, and
             compute them anew.
+        planning, settling: the time that is spent in `plan` and `settle`, which callers measure.
     """
 
     def __init__(
@@ -92,6 +98,7 @@ class EvictionScheduler:
     ) -> None:
         self.stats = ReclamationStats()
         self.spoilt: set[str] = set()
+        self.planning, self.settling = Phase(), Phase()
         self._requests = RequestSettings(config)
         self._ledger = ledger
         self._pool_blocks = pool_blocks
@@ -224,6 +231,7 @@ class EvictionScheduler:
             decided.copy_out,
             policies,
             settled,
+            self._engine_counts(scheduled),
         )
         self._step = step
         self._under_way.append(
@@ -233,6 +241,18 @@ class EvictionScheduler:
             self._wait_for = None
         self._waits = False
         return plan
+
+    def _engine_counts(self, scheduled: ScheduledStep) -> EngineCounts:
+        return EngineCounts(
+            self._pool_blocks,
+            self._pool.get_num_free_blocks(),
+            scheduled.running,
+            scheduled.waiting,
+            self.stats.blocks_reclaimed,
+            self.stats.requests_failed,
+            self.planning.seconds,
+            self.settling.seconds,
+        )
 
     def _grant(self) -> list[Any]:
         if self._packing is None:

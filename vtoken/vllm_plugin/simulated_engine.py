@@ -22,6 +22,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from vtoken.config import VTokenConfig
 from vtoken.core.budget import longest_request
+from vtoken.core.holdings import pool_use
 from vtoken.policies import load_policies
 from vtoken.vllm_plugin.compat import EvictingModelFreeRunner, ModelFreeRunner, VTokenScheduler
 from vtoken.vllm_plugin.engine import PoolSnapshot
@@ -154,7 +155,7 @@ class SimulatedEngine:
             live -= (len(held) - len(set(held))) * self.block_size  # only full blocks are shared
             evicted = moved = reclaimed = 0
         else:
-            live, _ = self.runner.vtoken.table.live_slots(running)  # type: ignore[attr-defined]
+            live = pool_use(self.runner.vtoken.table, running).live  # type: ignore[attr-defined]
             stats = self.scheduler.vtoken.stats
             evicted, moved, reclaimed = stats.tokens_evicted, stats.tokens_moved, stats.blocks_reclaimed
         return PoolSnapshot(

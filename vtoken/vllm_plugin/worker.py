@@ -11,7 +11,7 @@ from vllm.logger import init_logger
 
 from vtoken.config import VTokenConfig
 from vtoken.core.observed import NO_QUERIES
-from vtoken.core.ragged import Ints, offsets_of, ranges
+from vtoken.core.ragged import Ints, ranges
 from vtoken.core.reclamation import (
     CopyOut,
     Due,
@@ -22,10 +22,11 @@ from vtoken.core.reclamation import (
 )
 from vtoken.core.selection import select_victims
 from vtoken.core.token_table import TokenTable
-from vtoken.core.trace import Incarnation, Trace
+from vtoken.core.trace import Trace, TraceRecorder
 from vtoken.kernels.copy_engine import CopyEngine, CopyFailed
 from vtoken.policies import load_policies
 from vtoken.vllm_plugin.attended import attended_queries
+from vtoken.vllm_plugin.monitor import Monitor
 from vtoken.vllm_plugin.protocol import StepPlan, StepReport
 from vtoken.vllm_plugin.ranks import Ranks
 from vtoken.vllm_plugin.scores import KeyNorms, Observer, ScoreKeeper
@@ -70,6 +71,10 @@ class EvictionWorker:
         key_norms: measures keys, for policies that look at them.
         ranks: the other workers of the same model.
         digests: reads the cache for ``verify``.
+        bytes_per_token: K and V of one token, in all layers.
+
+    Attributes:
+        monitor: what the worker tells whoever watches.
     """
 
     def __init__(
@@ -81,8 +86,10 @@ class EvictionWorker:
         key_norms: KeyNorms | None = None,
         ranks: Ranks | None = None,
         digests: Digests | None = None,
+        bytes_per_token: int = 0,
     ) -> None:
         self.table = TokenTable(block_size, recycling=config.reclaim == "fill")
+        self.monitor = Monitor(self.table, bytes_per_token, config.history, config.summary())
         self._config = config
         policies = list(load_policies(config).values())
         self._scores = ScoreKeeper(self.table, policies, config.score_interval, observer, key_norms, ranks)
@@ -92,7 +99,7 @@ class EvictionWorker:
         self._copies = copies
         self._verifier = Verifier(self.table, digests) if digests is not None else None
         self._faults: dict[str, str] = {}
-        self._traces: dict[str, Trace] = {}
+        self._traces = TraceRecorder() if config.record_trace else None
         self._plan: StepPlan | None = None
         self._report: StepReport | None = None
         self._healthy = np.empty(0, dtype=np.int64)
@@ -141,8 +148,8 @@ class EvictionWorker:
             self.table.drop_request(req_id)
             row = self.table.add_request(req_id, start.hit)
             self._scores.start(row, start.prompt, start.hit, start.policy)
-            if self._config.record_trace:
-                self._traces.setdefault(req_id, Trace()).incarnations.append(Incarnation(start.hit))
+            if self._traces is not None:
+                self._traces.begin(req_id, start.hit)
         self._hits = {req_id: start.hit for req_id, start in started.items() if start.hit}
         self._plan, self._report = plan, StepReport(plan.step, errors=dict(self._faults))
         self._interrupted = False
@@ -212,22 +219,21 @@ class EvictionWorker:
             leaving = np.array([req_id in plan.read_only for req_id in plan.req_ids])
             due = healthy[(counts.evict[healthy] > 0) | leaving[healthy]]
         changed = self._reclaim(due) if len(due) or plan.granted else {}
-        if self._config.record_trace:
-            self._record(dying, victims)
+        if self._traces is not None:
+            self._traces.note(plan.req_ids, counts, healthy, dying, victims)
         self._interrupted = False
         return changed
 
     def take_report(self) -> StepReport:
         """The report of the step under way; the next step needs a new plan."""
-        assert self._report is not None
-        report, self._report, self._plan = self._report, None, None
+        assert self._plan is not None and self._report is not None
+        plan, report, self._report, self._plan = self._plan, self._report, None, None
+        self.monitor.note(plan, report)
         return report
 
     def take_traces(self) -> dict[str, Trace]:
         """Traces of all requests recorded so far. Those of requests that are over are forgotten here."""
-        traces = self._traces
-        self._traces = {req_id: trace for req_id, trace in traces.items() if req_id in self.table}
-        return traces
+        return self._traces.take(set(self.table.req_ids)) if self._traces is not None else {}
 
     # -- inside -----------------------------------------------------------------------------------------------
 
@@ -407,16 +413,6 @@ class EvictionWorker:
                     f"vtoken: the K/V of request {req_id} can no longer be trusted, since a copy of its tokens to "
                     f"other slots failed ({failure.__cause__!r}).",
                 )
-
-    def _record(self, dying: Ints, victims: Ints) -> None:
-        assert self._plan is not None
-        bounds = offsets_of(self._plan.counts.evict[dying])
-        taken = {i: victims[bounds[n] : bounds[n + 1]].tolist() for n, i in enumerate(dying.tolist())}
-        for i in self._healthy.tolist():
-            life = self._traces[self._plan.req_ids[i]].incarnations[-1]
-            life.new_tokens.append(int(self._plan.counts.new_tokens[i]))
-            life.victims.append(sorted(taken.get(i, [])))
-            life.num_blocks.append(int(self._plan.counts.num_blocks[i]))
 
 
 def _reclamation(config: VTokenConfig, table: TokenTable) -> Reclamation:
