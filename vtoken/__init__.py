@@ -4,4 +4,7 @@ A policy names the tokens to forget; vtoken keeps the map from logical token to 
 request dense, and returns whole blocks while decoding goes on. vLLM loads it as a plugin and runs unmodified.
 """
 
+from vtoken.launch import engine_args
+
+__all__ = ["engine_args"]
 __version__ = "0.1.0"

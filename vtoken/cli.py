@@ -12,7 +12,8 @@ from rich.console import Console
 
 from vtoken import __version__
 from vtoken.cli_bench import bench
-from vtoken.cli_options import read_settings, settings_options
+from vtoken.cli_options import OF_SERVERS, read_settings, settings_options
+from vtoken.cli_serve import ANY_OF_VLLM, serve
 from vtoken.config import VTokenConfig
 
 REFUSED = 2
@@ -21,6 +22,7 @@ TABLE_WIDTH = 120
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 app.command()(bench)
+app.command(context_settings=ANY_OF_VLLM, options_metavar="MODEL [OPTIONS of vtoken and of vllm serve]")(serve)
 
 
 def main() -> None:
@@ -73,7 +75,7 @@ def demo(
 
 
 @app.command()
-@settings_options(without=("policy", "budget"))
+@settings_options(without=("policy", "budget", *OF_SERVERS))
 def quality(
     settings: dict[str, Any],
     policies: Annotated[

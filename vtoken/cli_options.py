@@ -15,13 +15,13 @@ OF_SERVERS = ("request_policies", "compress")
 """Fields that say what requests may ask for; those of our commands ask for nothing."""
 
 
-def settings_options(without: Iterable[str] = ()) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def settings_options(without: Iterable[str] = OF_SERVERS) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Give a command the options; it receives those that were given as ``settings``, for ``VTokenConfig(**settings)``.
 
     Args:
-        without: fields that the command has options of its own for.
+        without: fields that are no options of the command.
     """
-    fields = {name: field for name, field in VTokenConfig.model_fields.items() if name not in {*without, *OF_SERVERS}}
+    fields = {name: field for name, field in VTokenConfig.model_fields.items() if name not in set(without)}
 
     def extend(command: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(command)
@@ -64,6 +64,8 @@ def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
     flag = f"--{name.replace('_', '-')}"
     if field.annotation is bool:
         kind, metavar = bool, None
+    elif _is_by_name(field):
+        metavar = "NAME,..."
     elif get_origin(field.annotation) is dict:
         kind, metavar, flag = list[str], "NAME=VALUE", flag.removesuffix("s")
     elif get_origin(field.annotation) is Literal:
@@ -88,6 +90,8 @@ def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
 def _read(field: FieldInfo, given: Any) -> Any:
     if field.annotation is str or field.annotation is bool or get_origin(field.annotation) is Literal:
         return given
+    if _is_by_name(field):
+        return [part.strip() for part in given.split(",")]
     if get_origin(field.annotation) is dict:
         return dict(_pair(text) for text in given)
     if _is_list(field):
@@ -97,6 +101,11 @@ def _read(field: FieldInfo, given: Any) -> Any:
 
 def _is_list(field: FieldInfo) -> bool:
     return any(get_origin(kind) is list for kind in (field.annotation, *get_args(field.annotation)))
+
+
+def _is_by_name(field: FieldInfo) -> bool:
+    """Options by name, of which a command line gives the names alone."""
+    return get_origin(field.annotation) is dict and get_origin(get_args(field.annotation)[1]) is dict
 
 
 def _pair(text: str) -> tuple[str, Any]:

@@ -32,12 +32,13 @@ from vtoken.core.trace import Trace
 from vtoken.policies import load_policies, load_policy
 from vtoken.vllm_plugin.kv_cache import EvictableAttentionManager, EvictableAttentionSpec
 from vtoken.vllm_plugin.layers import make_worker
-from vtoken.vllm_plugin.plugin import OPTION
+from vtoken.vllm_plugin.plugin import NAME
 from vtoken.vllm_plugin.protocol import StepPlan, StepReport
 from vtoken.vllm_plugin.refused import SESSIONS
 from vtoken.vllm_plugin.scheduler import EvictionScheduler, ScheduledStep
 from vtoken.vllm_plugin.scores import score_bytes
 from vtoken.vllm_plugin.simulated_runner import NoCopies, SimulatedRunner
+from vtoken.vllm_plugin.startup import startup_line
 from vtoken.vllm_plugin.worker import EvictionWorker, Start
 
 if TYPE_CHECKING:
@@ -97,6 +98,12 @@ class EvictingScheduler(_Scheduler):
         pool = self.kv_cache_manager.block_pool
         # vLLM keeps one block for itself.
         self.vtoken = EvictionScheduler(config, manager.ledger, pool.num_gpu_blocks - 1, pool, manager)
+        logger.info(
+            "%s",
+            startup_line(
+                config, manager.block_size, pool.num_gpu_blocks - 1, self.vllm_config.model_config.max_model_len
+            ),
+        )
         manager.reserve, manager.lose = self.vtoken.reserve, self.vtoken.lose
         self._scheduling = False
         self._ending: set[str] = set()
@@ -195,7 +202,7 @@ class EvictingScheduler(_Scheduler):
         self.vtoken.forget(request.request_id)
         # What vLLM's front end passes on with a finished request, whoever it comes from.
         told = {"tokens_evicted": outcome.evicted, "peak_blocks": outcome.most_held}
-        return {**(transfer or {}), OPTION: told}, *others
+        return {**(transfer or {}), NAME: told}, *others
 
     def _request_blocks_can_be_freed(self, request: Request) -> bool:
         # Asked before a preemption: while blocks are on their way back, waiting one step is enough. Never so while

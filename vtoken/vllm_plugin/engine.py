@@ -10,7 +10,7 @@ from typing import Any
 from vtoken.config import VTokenConfig
 from vtoken.core.history import Frame, Holding
 from vtoken.core.trace import Trace
-from vtoken.vllm_plugin.plugin import OPTION, check_vllm_version, parse_config, register
+from vtoken.vllm_plugin.plugin import NAME, check_vllm_version, parse_config, register
 
 FORCED_TOKENS = "forced_tokens"
 """Key in a request's ``extra_args``; outside ``vtoken.``, since native vLLM takes it as well."""
@@ -245,7 +245,7 @@ def make_engine(
     if vtoken is not None:
         parse_config(vtoken)
         register()  # VLLM_PLUGINS may leave us out, and vLLM would then run as if nothing had been asked for
-        engine_args = {**engine_args, "additional_config": {OPTION: vtoken.model_dump()}}
+        engine_args = {**engine_args, "additional_config": {NAME: vtoken.model_dump()}}
     if not multiprocess and engine_args.get("tensor_parallel_size", 1) == 1:
         engine_args.setdefault("distributed_executor_backend", "uni")
     shown = {key: value for key, value in engine_args.items() if key != "additional_config"}
@@ -256,7 +256,7 @@ def make_engine(
         try:
             llm_engine = LLMEngine.from_engine_args(EngineArgs(model=model, **engine_args))
         except ValueError as error:
-            raise ValueError(_first_sentence(error)) from error
+            raise ValueError(first_sentence(error)) from error
     if multiprocess:
         _tell_when_core_ends(llm_engine.engine_core)
     return Engine(llm_engine, shown)
@@ -293,8 +293,11 @@ def _layout(multiprocess: bool) -> Iterator[None]:
             os.environ[name] = before
 
 
-def _first_sentence(error: ValueError) -> str:
-    """Our own refusals come wrapped into pydantic's report; vLLM's are passed on as they are."""
+def first_sentence(error: ValueError) -> str:
+    """What to tell a user whose configuration is refused.
+
+    Our own refusals come wrapped into pydantic's report; vLLM's are passed on as they are.
+    """
     for line in str(error).splitlines():
         found = line.find("vtoken: ")
         if found >= 0:

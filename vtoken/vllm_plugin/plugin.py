@@ -11,14 +11,13 @@ from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from vtoken import __version__
 from vtoken.config import VTokenConfig
+from vtoken.launch import NAME
 from vtoken.policies import load_policies
 from vtoken.vllm_plugin.request_settings import RequestSettings
 
 SUPPORTED = "0.32."
 logger = logging.getLogger(f"vllm.{__name__}")  # below vLLM's own, whose handlers write the server's log
-OPTION = "vtoken"
 _MARK = "_vtoken_hook"
 
 
@@ -78,15 +77,19 @@ def requested_options(vllm_config: Any) -> Mapping[str, Any] | VTokenConfig | No
     additional = vllm_config.additional_config
     if isinstance(additional, AdditionalConfig):  # vLLM copies configurations, and checks the copy again
         return additional.vtoken
-    return additional.get(OPTION) if isinstance(additional, dict) else None
+    return additional.get(NAME) if isinstance(additional, dict) else None
+
+
+def is_configured(vllm_config: Any) -> bool:
+    """Whether the engine of this configuration runs with vtoken."""
+    return isinstance(vllm_config.additional_config, AdditionalConfig)
 
 
 def parse_config(options: Mapping[str, Any] | VTokenConfig) -> VTokenConfig:
     """Validate the settings. Raises ValueError with one sentence."""
     if not isinstance(options, Mapping | VTokenConfig):
         raise ValueError(
-            f"vtoken: additional_config['{OPTION}'] = {options!r} must be a table of options, "
-            "such as {'budget': 0.25}."
+            f"vtoken: additional_config['{NAME}'] = {options!r} must be a table of options, such as {{'budget': 0.25}}."
         )
     config = options if isinstance(options, VTokenConfig) else VTokenConfig(**options)
     load_policies(config)
@@ -104,10 +107,9 @@ def configure(vllm_config: Any, options: Mapping[str, Any] | VTokenConfig) -> No
     check_supported(vllm_config, config)
     check_compiler(vllm_config)
     additional = vllm_config.additional_config
-    others = {k: v for k, v in additional.items() if k != OPTION} if isinstance(additional, dict) else {}
+    others = {k: v for k, v in additional.items() if k != NAME} if isinstance(additional, dict) else {}
     if not isinstance(additional, AdditionalConfig):
         vllm_config.additional_config = AdditionalConfig(config, others)
-        logger.info("vtoken %s: %s", __version__, config.summary())
     compat = "vtoken.vllm_plugin.compat"
     on_cpu = vllm_config.device_config.device_type == "cpu"
     scheduler = "VTokenAsyncScheduler" if vllm_config.scheduler_config.async_scheduling else "VTokenScheduler"
@@ -125,7 +127,7 @@ def _validate_requests(config: VTokenConfig) -> None:
     """
     from vllm.platforms import current_platform
 
-    from vtoken.vllm_plugin.refused import RequestRefused
+    from vtoken.vllm_plugin.refused import RequestRefused, requests_refused
 
     platform = type(current_platform)
     hooked = platform.validate_request
@@ -142,6 +144,7 @@ def _validate_requests(config: VTokenConfig) -> None:
                 return
             except ValueError as error:
                 refusal = refusal or error
+        requests_refused.inc()
         raise RequestRefused(str(refusal)) from None
 
     setattr(validate_request, _MARK, (stock, engines))

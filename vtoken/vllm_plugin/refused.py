@@ -2,10 +2,15 @@
 
 from typing import Any
 
+from prometheus_client import Counter
 from vllm.exceptions import VLLMValidationError
 
 SESSIONS = "vtoken: streaming sessions are not supported yet; send the whole prompt at once."
 _MARK = "_vtoken_hook"
+
+
+requests_refused = Counter("vtoken_requests_refused", "Requests answered with 400 for their vtoken settings.")
+"""Of this process, and shown among vLLM's metrics; where there are several front ends, vLLM adds up what they count."""
 
 
 class RequestRefused(VLLMValidationError, ValueError):

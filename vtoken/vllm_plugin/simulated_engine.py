@@ -4,7 +4,7 @@ What it answers is what depends on counts alone: which request runs when, who ho
 moved and freed, and what the bookkeeping of all that costs. Its steps take no time, so nothing of it is a speed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from tempfile import TemporaryDirectory
@@ -24,7 +24,14 @@ from vtoken.config import VTokenConfig
 from vtoken.core.budget import longest_request
 from vtoken.core.holdings import pool_use
 from vtoken.policies import load_policies
-from vtoken.vllm_plugin.compat import EvictingModelFreeRunner, ModelFreeRunner, VTokenScheduler
+from vtoken.vllm_plugin.compat import (
+    EvictingModelFreeRunner,
+    ModelFreeRunner,
+    VTokenScheduler,
+    beginning_in,
+    plan_of,
+)
+from vtoken.vllm_plugin.counting_runner import CountingRunner, counts_suffice
 from vtoken.vllm_plugin.engine import PoolSnapshot
 from vtoken.vllm_plugin.kv_cache import EvictableAttentionSpec
 from vtoken.vllm_plugin.plugin import AdditionalConfig, check_vllm_version, parse_config
@@ -43,12 +50,18 @@ class SimulatedStep:
         produced: requests that got an output token.
         finished: requests that ended, and why: "length", or "error" for one that was refused.
         preempted: requests that lost their blocks to others.
+        attended: tokens whose K/V the step's attention reads, over all requests.
+        pairs: of a query and a token that it attends, likewise.
+        hits: tokens that requests which began with it found in the prefix cache.
     """
 
     scheduled: dict[str, int]
     produced: list[str]
     finished: dict[str, str]
     preempted: list[str]
+    attended: int = 0
+    pairs: int = 0
+    hits: int = 0
 
 
 class SimulatedEngine:
@@ -123,7 +136,9 @@ class SimulatedEngine:
             result = self.runner.sample_tokens(None)
         preempted = list(output.preempted_req_ids or ())
         self.preemptions += len(preempted)
-        step = SimulatedStep(output.num_scheduled_tokens, [], {}, preempted)
+        attended, pairs = self._attended(output)
+        hits = sum(beginning_in(output).values())
+        step = SimulatedStep(output.num_scheduled_tokens, [], {}, preempted, attended, pairs, hits)
         for outputs in self.scheduler.update_from_output(output, result).values():
             for one in outputs.outputs:
                 if one.new_token_ids:
@@ -131,6 +146,16 @@ class SimulatedEngine:
                 if one.finish_reason is not None:
                     step.finished[one.request_id] = str(one.finish_reason)
         return step
+
+    def _attended(self, output: Any) -> tuple[int, int]:
+        """(tokens attended, pairs of query and token) of a step that is scheduled and whose result is not in yet."""
+        if self.config is None:
+            requests = self.scheduler.requests
+            tokens = [(n, requests[req_id].num_computed_tokens) for req_id, n in output.num_scheduled_tokens.items()]
+            return sum(end for _, end in tokens), sum(n * end - n * (n - 1) // 2 for n, end in tokens)
+        counts = plan_of(output).counts
+        n, end = counts.new_tokens, counts.length + counts.new_tokens
+        return int(end.sum()), int((n * end - n * (n - 1) // 2).sum())
 
     def has_unfinished(self) -> bool:
         return self.scheduler.has_unfinished_requests()
@@ -175,6 +200,8 @@ def make_simulated_engine(
     max_num_seqs: int = 256,
     max_num_batched_tokens: int = 8192,
     enable_prefix_caching: bool = False,
+    block_hasher: Callable[[Request], list[bytes]] | None = None,
+    counting: bool = False,
 ) -> SimulatedEngine:
     """vLLM's scheduler as it is (None) or with vtoken's settings, over a pool of blocks that hold nothing.
 
@@ -185,6 +212,9 @@ def make_simulated_engine(
         vtoken: settings of the plugin, with policies that look at positions alone, such as streaming_llm and random.
         num_blocks: blocks that requests can hold; with vLLM, ``num_gpu_blocks_override`` is one more.
         block_size, max_model_len, max_num_seqs, max_num_batched_tokens, enable_prefix_caching: as for vLLM.
+        block_hasher: returns the hashes of those full blocks of a request that have none yet, in the place of vLLM's.
+        counting: blocks are counted without a token table, which takes less time (``counting_runner.py``), where the
+            settings allow it; there are no snapshots of the pool then.
 
     Raises:
         ValueError: one sentence, for settings that need a model, or a pool smaller than one request of full length.
@@ -212,10 +242,14 @@ def make_simulated_engine(
         structured_output_manager=StructuredOutputManager(vllm_config),
         block_size=block_size,
     )
-    make_runner = ModelFreeRunner if vtoken is None else partial(EvictingModelFreeRunner, vtoken)
+    make_runner: Any = ModelFreeRunner
+    if vtoken is not None:
+        make_runner = partial(
+            CountingRunner if counting and counts_suffice(vtoken) else EvictingModelFreeRunner, vtoken
+        )
     runner = make_runner(max_num_seqs, -(-max_model_len // block_size), max_num_batched_tokens, block_size)
-    hasher = None
-    if enable_prefix_caching:
+    hasher: Any = block_hasher if enable_prefix_caching else None
+    if enable_prefix_caching and hasher is None:
         init_none_hash(sha256)
         hasher = get_request_block_hasher(block_size, sha256)
     return SimulatedEngine(scheduler, runner, vtoken, hasher)
