@@ -33,7 +33,7 @@ from vtoken.policies import load_policies, load_policy
 from vtoken.vllm_plugin.kv_cache import EvictableAttentionManager, EvictableAttentionSpec
 from vtoken.vllm_plugin.layers import make_worker
 from vtoken.vllm_plugin.plugin import NAME
-from vtoken.vllm_plugin.protocol import StepPlan, StepReport
+from vtoken.vllm_plugin.protocol import EngineCounts, StepPlan, StepReport
 from vtoken.vllm_plugin.refused import SESSIONS
 from vtoken.vllm_plugin.scheduler import EvictionScheduler, ScheduledStep
 from vtoken.vllm_plugin.scores import score_bytes
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 else:  # mixins: which scheduler and which runner they extend is for the configuration to say
     _Runner = _Scheduler = object
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")
 
 PREPARE_INPUTS, RUN_MODEL = "_prepare_inputs", "_model_forward"
 """Names of the parts of the runner's ``execute_model`` that ``phase_timer`` times."""
@@ -261,6 +261,8 @@ class EvictingRunner(_Runner):
             [layers[name] for name in group.layer_names],
             group.kv_cache_spec,
         )
+        blocks = self.kv_cache_config.num_blocks - 1
+        self.vtoken.monitor.engine = EngineCounts(num_blocks=blocks, free_blocks=blocks)
         self._vtoken_blocks: dict[str, list[int]] = {}
 
     def execute_model(self, scheduler_output: SchedulerOutput, intermediate_tensors: Any = None) -> Any:

@@ -24,7 +24,7 @@ from vtoken.vllm_plugin.ranks import Ranks, TensorParallelRanks
 from vtoken.vllm_plugin.scores import KeyNorms
 from vtoken.vllm_plugin.worker import EvictionWorker
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")
 
 
 def make_worker(

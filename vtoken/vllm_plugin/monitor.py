@@ -64,6 +64,9 @@ class Monitor:
         bytes_per_token: K and V of one token, in all layers.
         history: frames to keep, one a second.
         settings: one line about what is evicted, for a recording.
+
+    Attributes:
+        engine: what the scheduler said last; before the first step, what is known without it.
     """
 
     def __init__(self, table: TokenTable, bytes_per_token: int, history: int, settings: str) -> None:
@@ -72,12 +75,12 @@ class Monitor:
         self._bytes_per_token = bytes_per_token
         self._settings = settings
         self._history = History(history)
-        self._engine = EngineCounts()
+        self.engine = EngineCounts()
         self._evicted = self._moved = self._relocations = 0
 
     def note(self, plan: StepPlan, report: StepReport) -> None:
         """Take a finished step into account."""
-        self._engine = plan.engine
+        self.engine = plan.engine
         self._evicted += report.evicted
         self._moved += report.moved
         self._relocations += report.moved > 0
@@ -86,7 +89,7 @@ class Monitor:
             self._history.append(now, self._frame(), holdings(self._table))
 
     def counts(self) -> Counts:
-        engine, use = self._engine, pool_use(self._table)
+        engine, use = self.engine, pool_use(self._table)
         return Counts(
             block_size=self._table.block_size,
             num_blocks=engine.num_blocks,
@@ -119,7 +122,7 @@ class Monitor:
             name="",
             settings=self._settings,
             block_size=self._table.block_size,
-            num_blocks=self._engine.num_blocks,
+            num_blocks=self.engine.num_blocks,
             frames=self._history.since(since, MOST_BLOCKS_AT_ONCE),
         )
 
@@ -132,12 +135,12 @@ class Monitor:
         return Frame(
             number=0,
             time=time.time(),
-            running=self._engine.running,
-            waiting=self._engine.waiting,
+            running=self.engine.running,
+            waiting=self.engine.waiting,
             held_blocks=use.blocks,
             live_tokens=use.live,
             dead_tokens=use.dead,
             tokens_evicted=self._evicted,
             tokens_moved=self._moved,
-            blocks_reclaimed=self._engine.blocks_reclaimed,
+            blocks_reclaimed=self.engine.blocks_reclaimed,
         )

@@ -5,7 +5,7 @@ moved and freed, and what the bookkeeping of all that costs. Its steps take no t
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -52,7 +52,8 @@ class SimulatedStep:
         preempted: requests that lost their blocks to others.
         attended: tokens whose K/V the step's attention reads, over all requests.
         pairs: of a query and a token that it attends, likewise.
-        hits: tokens that requests which began with it found in the prefix cache.
+        begun: requests that began with it, or began again, and how many tokens each found in the prefix cache.
+        held: blocks held at its forward.
     """
 
     scheduled: dict[str, int]
@@ -61,7 +62,8 @@ class SimulatedStep:
     preempted: list[str]
     attended: int = 0
     pairs: int = 0
-    hits: int = 0
+    begun: dict[str, int] = field(default_factory=dict)
+    held: int = 0
 
 
 class SimulatedEngine:
@@ -79,6 +81,8 @@ class SimulatedEngine:
         self._blocks = manager.req_to_blocks
         self.block_size: int = scheduler.block_size
         self.max_model_len: int = scheduler.max_model_len
+        self.max_num_seqs: int = scheduler.max_num_running_reqs
+        self.max_num_batched_tokens: int = scheduler.max_num_scheduled_tokens
 
     @property
     def num_blocks(self) -> int:
@@ -137,8 +141,8 @@ class SimulatedEngine:
         preempted = list(output.preempted_req_ids or ())
         self.preemptions += len(preempted)
         attended, pairs = self._attended(output)
-        hits = sum(beginning_in(output).values())
-        step = SimulatedStep(output.num_scheduled_tokens, [], {}, preempted, attended, pairs, hits)
+        begun, held = beginning_in(output), self.held_blocks
+        step = SimulatedStep(output.num_scheduled_tokens, [], {}, preempted, attended, pairs, begun, held)
         for outputs in self.scheduler.update_from_output(output, result).values():
             for one in outputs.outputs:
                 if one.new_token_ids:

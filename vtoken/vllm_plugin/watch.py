@@ -8,7 +8,7 @@ from vllm.logger import init_logger
 from vtoken.core.history import Recording
 from vtoken.vllm_plugin.monitor import Counts
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")
 
 PATIENCE = 2.0
 """Seconds to wait for counts before the last ones are told again: a long step keeps an engine from answering."""

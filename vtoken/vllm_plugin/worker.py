@@ -32,7 +32,7 @@ from vtoken.vllm_plugin.ranks import Ranks
 from vtoken.vllm_plugin.scores import KeyNorms, Observer, ScoreKeeper
 from vtoken.vllm_plugin.verification import Digests, Verifier
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")
 
 
 @dataclass(frozen=True)
