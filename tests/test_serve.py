@@ -13,6 +13,8 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from dashboard import read_dashboard, understand
+from prometheus_client.parser import text_string_to_metric_families
 from serving import DEADLINE, Server, served
 
 from vtoken.evaluation.model import model_dtype
@@ -225,6 +227,31 @@ class TestTheRoutes:
 
     def get(self, server: Server, query: str) -> httpx.Response:
         return httpx.get(f"{server.address}/v1/vtoken/pool?{query}", headers={"Authorization": f"Bearer {KEY}"})
+
+
+class TestTheDashboard:
+    def test_its_queries_name_metrics_and_labels_that_there_are(self, server: Server) -> None:
+        page = httpx.get(f"{server.address}/metrics").text
+        labels: dict[str, set[str]] = {}
+        for family in text_string_to_metric_families(page):
+            for sample in family.samples:
+                labels.setdefault(sample.name, set()).update(sample.labels)
+        queries = read_dashboard()
+        assert len(queries) > 20
+        for query in queries:
+            assert query.metrics and query.metrics <= labels.keys(), query
+            assert all(query.labels <= labels[name] for name in query.metrics), query
+        shown = {name for query in queries for name in query.metrics if name.startswith("vtoken_")}
+        assert shown == {name for name in labels if name.startswith("vtoken_") and not name.endswith("_created")}
+
+    def test_a_query_is_understood(self) -> None:
+        query = understand(
+            '1 - sum by (phase, a) (rate(x_total{m=~"$m",e=~"b c"}[$__rate_interval])) / (max(vllm:y) > 0)'
+        )
+        assert query.metrics == {"x_total", "vllm:y"} and query.labels == {"phase", "a", "m", "e"}
+        assert understand("label_values(up, job)").labels == {"job"}
+        with pytest.raises(ValueError, match="do not match"):
+            understand("sum(x")
 
 
 def bytes_per_token() -> int:

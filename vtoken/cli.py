@@ -183,9 +183,9 @@ def quality_configs(settings: dict[str, Any], policies: str | None, budgets: str
 def parse_settings(settings: dict[str, Any]) -> VTokenConfig:
     """The settings given on the command line, the rest as by default. Raises ValueError with one sentence."""
     config = VTokenConfig(**read_settings(settings))
-    from vtoken.policies import load_policy
+    from vtoken.policies import load_policies
 
-    load_policy(config)
+    load_policies(config)
     return config
 
 
