@@ -60,6 +60,16 @@ def smollm2() -> Path:
     return Path(ensure_model())
 
 
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A chromium without a screen; skips where there is none."""
+    from browser import start_browser
+
+    started = start_browser(tmp_path_factory.mktemp("chromium"))
+    yield started
+    started.driver.quit()
+
+
 @pytest.fixture
 def threads() -> Iterator[Callable[[int], None]]:
     """Sets torch's number of threads, for the test."""

@@ -119,7 +119,7 @@ class Page {
     const start = Math.min(...shown.map(({ history }) => history.start));
     const end = Math.max(...shown.map(({ history }) => history.end));
     this._fit(start, end);
-    this._timeline.range(start, end);
+    this._timeline.range(start, end, Math.max(...shown.map(({ history }) => history.frames.length)));
   }
 
   /** Give maps and charts the room that there is; whoever calls this shows a frame then. */

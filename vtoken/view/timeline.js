@@ -24,10 +24,15 @@ class Timeline {
     this._buttons();
   }
 
-  /** The times that there are: in seconds, of day where the page is live. */
-  range(start, end) {
+  /**
+   * The times that there are: in seconds, of day where the page is live.
+   *
+   * @param frames so many of them: an arrow key goes about as far as from one to the next.
+   */
+  range(start, end, frames) {
     Object.assign(this, { start, end });
-    const step = [0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2, 5].find((s) => (end - start) / s <= 2000) ?? 10;
+    const apart = (end - start) / Math.max(1, frames - 1);
+    const step = [5, 2, 1, 0.5, 0.2, 0.1, 0.05, 0.02].find((s) => s <= apart * 1.001) ?? 0.01;
     this._slider.min = start;
     this._slider.step = step;
     this._slider.max = start + Math.ceil((end - start) / step - 1e-9) * step;
