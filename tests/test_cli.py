@@ -101,6 +101,8 @@ def test_settings_are_read_from_text() -> None:
         (["--prompts", "/no/such/file"], "prompt file /no/such/file does not exist"),
         (["--model", "/no/such/model"], "model directory /no/such/model does not exist"),
         (["--json", "/no/such/folder/report.json"], "JSON file /no/such/folder/report.json cannot be written"),
+        (["--html", "/no/such/folder/page.html"], "HTML file /no/such/folder/page.html cannot be written"),
+        (["--html", "page.html", "--reclaim", "none"], "'reclaim' = 'none' is what --html compares with; leave it out"),
     ],
 )
 def test_bad_input(arguments: list[str], sentence: str) -> None:
@@ -151,7 +153,7 @@ def stubbed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
     """Stand-ins for everything that starts an engine; keeps what they were called with."""
     from vtoken.vllm_plugin import plugin
 
-    calls: dict[str, Any] = {"report": make_report(), "model": tmp_path}
+    calls: dict[str, Any] = {"report": make_report(), "model": tmp_path, "checked": []}
     (tmp_path / "config.json").write_text("{}")
 
     def stub_plan(model: Path, config: Any, options: DemoOptions) -> Plan:
@@ -159,14 +161,14 @@ def stubbed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
         return Plan(model, {"block_size": 32}, config, [], [], 8, ["a note"])
 
     def stub_run(plan: Plan, repeat: int, console: Any) -> Any:
-        calls["repeat"] = repeat
+        calls.update(repeat=repeat, plan=plan)
         if isinstance(calls["report"], Exception):
             raise calls["report"]
         return calls["report"]
 
     monkeypatch.setattr(plugin, "check_vllm_version", lambda: None)
     monkeypatch.setattr(plan, "make_plan", stub_plan)
-    monkeypatch.setattr(demo, "check_engine", lambda plan: calls.update(checked=True))
+    monkeypatch.setattr(demo, "check_engine", lambda plan, config: calls["checked"].append(config.reclaim))
     monkeypatch.setattr(demo, "run_demo", stub_run)
     return calls
 
@@ -182,7 +184,7 @@ def test_demo_hands_its_options_on(stubbed: dict[str, Any], tmp_path: Path) -> N
     result = invoke("demo", "--model", str(stubbed["model"]), "--json", str(report), *options.split())
     assert result.exit_code == 0, result.output
     assert stubbed["options"] == DemoOptions(None, 3, 4, 50, True)
-    assert (stubbed["repeat"], stubbed["checked"]) == (2, True)
+    assert (stubbed["repeat"], stubbed["checked"], stubbed["plan"].naive) == (2, ["fill"], None)
     assert stubbed["config"] == VTokenConfig(
         policy="h2o",
         policy_options={"decay": 0.95, "average": False},

@@ -120,6 +120,7 @@ def test_child_gets_its_spec_and_passes_events_on() -> None:
         "needles": [
             {"request_id": "n", "prompt_token_ids": [4], "max_tokens": 5, "answers": ["6"], "extra_args": None}
         ],
+        "frames": 0,
     }
     assert VTokenConfig(**vtoken["spec"]["vtoken"]) == VTokenConfig()
 

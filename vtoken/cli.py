@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -13,6 +14,7 @@ from rich.console import Console
 from vtoken import __version__
 from vtoken.cli_bench import bench
 from vtoken.cli_options import OF_SERVERS, read_settings, settings_options
+from vtoken.cli_plan import plan
 from vtoken.cli_serve import ANY_OF_VLLM, serve
 from vtoken.config import VTokenConfig
 
@@ -22,6 +24,7 @@ TABLE_WIDTH = 120
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 app.command()(bench)
+app.command()(plan)
 app.command(context_settings=ANY_OF_VLLM, options_metavar="MODEL [OPTIONS of vtoken and of vllm serve]")(serve)
 
 
@@ -58,6 +61,10 @@ def demo(
         typer.Option(help="JSON lines with 'prompt' or 'messages'; else modules of Python's library."),
     ] = None,
     json_file: JsonFile = None,
+    html_file: Annotated[
+        Path | None,
+        typer.Option("--html", help="Write a page that shows the block pool, beside a third run without reclamation."),
+    ] = None,
     model: Model = None,
     requests: Annotated[int | None, typer.Option(min=1, help="Number of requests.")] = None,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Output tokens per request.")] = None,
@@ -70,7 +77,7 @@ def demo(
 
     options = DemoOptions(prompts, requests, max_tokens, blocks, eager)
     with failures():
-        code = _demo(settings, options, model, json_file, repeat)
+        code = _demo(settings, options, model, json_file, html_file, repeat)
     raise typer.Exit(code)
 
 
@@ -106,33 +113,49 @@ def quality(
         _quality(settings, policies, budgets, Wishes(needles, documents, passages, max_prompt, data), model, json_file)
 
 
-def _demo(settings: dict[str, Any], options: Any, model: Path | None, json_file: Path | None, repeat: int) -> int:
+def _demo(
+    settings: dict[str, Any],
+    options: Any,
+    model: Path | None,
+    json_file: Path | None,
+    html_file: Path | None,
+    repeat: int,
+) -> int:
     """Check everything, run, report. Returns the exit code; ValueError for what the user has to change."""
+    from vtoken.evaluation.plan import check_model_directory, make_plan, naive_of
+
     config = parse_settings(settings)
-    if json_file is not None:
-        check_writable(json_file)
+    naive = None if html_file is None else naive_of(config)
+    for kind, file in (("JSON", json_file), ("HTML", html_file)):
+        if file is not None:
+            check_writable(file, kind)
     if options.prompts is not None and not options.prompts.exists():
         raise ValueError(f"prompt file {options.prompts} does not exist; give the path of a JSON-lines file.")
     from vtoken.evaluation.demo import check_engine, run_demo
-    from vtoken.evaluation.plan import check_model_directory, make_plan
+    from vtoken.evaluation.demo_page import demo_page
     from vtoken.evaluation.report import table, write_json
 
     if model is not None:
         check_model_directory(model)
     check_vllm()
     console = Console()
-    plan = make_plan(model or own_model(), config, options)
+    plan = replace(make_plan(model or own_model(), config, options), naive=naive)
     for note in plan.notes:
         console.print(note)
     console.print(f"{plan.model}: {len(plan.workloads)} requests, then {len(plan.needles)} needles")
-    console.print("engine arguments of both runs:", json.dumps(plan.engine_args), soft_wrap=True)
+    runs = "both runs" if naive is None else "all three runs"
+    console.print(f"engine arguments of {runs}:", json.dumps(plan.engine_args), soft_wrap=True)
     console.print("vtoken's settings:", json.dumps(config.model_dump()), soft_wrap=True)
     if model is not None:
-        check_engine(plan)
+        check_engine(plan, config)
+    if naive is not None:
+        check_engine(plan, naive)
     report = run_demo(plan, repeat, console)
     console.print(table(report))
     if json_file is not None:
         write_json(report, json_file)
+    if html_file is not None:
+        html_file.write_text(demo_page(report), encoding="utf-8")
     if report.nothing_evicted:
         typer.echo("vtoken: nothing was evicted; use longer prompts or a smaller --budget.", err=True)
         return FAILED
@@ -196,11 +219,11 @@ def check_vllm() -> None:
     check_vllm_version()
 
 
-def check_writable(path: Path) -> None:
+def check_writable(path: Path, kind: str = "JSON") -> None:
     """Raises ValueError, in one sentence, unless a file can be written there."""
     folder = path.parent
     if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
-        raise ValueError(f"JSON file {path} cannot be written; give a file name in an existing, writable folder.")
+        raise ValueError(f"{kind} file {path} cannot be written; give a file name in an existing, writable folder.")
 
 
 def own_model() -> Path:

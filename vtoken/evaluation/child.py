@@ -28,13 +28,17 @@ class Spec(Protocol):
 
 @dataclass(frozen=True)
 class RunSpec:
-    """One run: ``vtoken`` is None for native vLLM; without workloads the engine only starts and ends."""
+    """One run: ``vtoken`` is None for native vLLM; without workloads the engine only starts and ends.
+
+    ``frames`` asks for at most so many pictures of the pool; native vLLM has none.
+    """
 
     model: str
     engine_args: dict[str, Any]
     vtoken: VTokenConfig | None
     workloads: Sequence[Workload] = ()
     needles: Sequence[Workload] = ()
+    frames: int = 0
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -43,6 +47,7 @@ class RunSpec:
             "vtoken": self.vtoken.model_dump() if self.vtoken else None,
             "workloads": [asdict(work) for work in self.workloads],
             "needles": [asdict(work) for work in self.needles],
+            "frames": self.frames,
         }
 
 

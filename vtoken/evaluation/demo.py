@@ -6,33 +6,40 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from vtoken.config import VTokenConfig
+from vtoken.core.history import Frame, Recording
 from vtoken.evaluation.child import RunSpec, run_child
 from vtoken.evaluation.measure import RunResult, median_of
 from vtoken.evaluation.plan import Plan
+from vtoken.evaluation.recorder import read_frame
 from vtoken.evaluation.report import DemoReport
 
 RUNS = ("native", "vtoken")
+RUNS_WITH_NAIVE = ("native", "none", "vtoken")
+MOST_FRAMES = 600
 SECONDS_BETWEEN_LOG_LINES = 15.0
 
 
-def check_engine(plan: Plan) -> None:
-    """Start vtoken's engine once and end it: what it refuses is better refused before minutes of native runs.
+def check_engine(plan: Plan, config: VTokenConfig) -> None:
+    """Start an engine with these settings once and end it: what it refuses is better refused before minutes of runs.
 
     Raises:
         ValueError: one sentence with the reason.
     """
     engine_args = plan.engine_args | {"enforce_eager": True}
-    run_child(RunSpec(str(plan.model), engine_args, plan.config), lambda event: None)
+    run_child(RunSpec(str(plan.model), engine_args, config), lambda event: None)
 
 
 def run_demo(plan: Plan, repeat: int, console: Console) -> DemoReport:
-    """Run native and vtoken in turn, ``repeat`` times each.
+    """Run native and vtoken in turn, ``repeat`` times each; with ``plan.naive`` naive eviction, too, and record.
 
     Raises:
         ValueError: one sentence, for a configuration that is refused at start-up.
         RuntimeError: a run broke off.
     """
-    results: dict[str, list[RunResult]] = {name: [] for name in RUNS}
+    names = RUNS if plan.naive is None else RUNS_WITH_NAIVE
+    results: dict[str, list[RunResult]] = {name: [] for name in names}
+    recordings: list[Recording] = []
     columns = (
         TextColumn("{task.description:<12}"),
         BarColumn(bar_width=24),
@@ -41,9 +48,12 @@ def run_demo(plan: Plan, repeat: int, console: Console) -> DemoReport:
     )
     with Progress(*columns, console=console) as bar:
         for turn in range(repeat):
-            for name in RUNS:
+            for name in names:
                 label = name if repeat == 1 else f"{name} {turn + 1}/{repeat}"
-                results[name].append(_run(plan, name, _Line(plan, label, bar)))
+                result, frames = _run(plan, name, _Line(plan, label, bar))
+                results[name].append(result)
+                if frames and turn == 0:
+                    recordings.append(_recording(plan, name, frames))
     return DemoReport(
         model=str(plan.model),
         engine_args=plan.engine_args,
@@ -51,16 +61,30 @@ def run_demo(plan: Plan, repeat: int, console: Console) -> DemoReport:
         block_size=plan.engine_args["block_size"],
         num_blocks=plan.num_blocks,
         needles=len(plan.needles),
-        runs={name: median_of(results[name]) for name in RUNS},
-        repeats=[{name: results[name][turn] for name in RUNS} for turn in range(repeat)],
+        runs={name: median_of(results[name]) for name in names},
+        repeats=[{name: results[name][turn] for name in names} for turn in range(repeat)],
+        recordings=recordings,
     )
 
 
-def _run(plan: Plan, name: str, line: "_Line") -> RunResult:
-    """One run in a process of its own."""
-    config = plan.config if name == "vtoken" else None
-    spec = RunSpec(str(plan.model), plan.engine_args, config, plan.workloads, plan.needles)
+def _config(plan: Plan, name: str) -> VTokenConfig | None:
+    return {"native": None, "none": plan.naive, "vtoken": plan.config}[name]
+
+
+def _recording(plan: Plan, name: str, frames: list[Frame]) -> Recording:
+    config = _config(plan, name)
+    assert config is not None
+    label = "naive eviction" if name == "none" else "vtoken"
+    return Recording(label, config.summary(), plan.engine_args["block_size"], plan.num_blocks, frames)
+
+
+def _run(plan: Plan, name: str, line: "_Line") -> tuple[RunResult, list[Frame]]:
+    """One run in a process of its own: its figures, and frames where they are asked for."""
+    config = _config(plan, name)
+    wanted = MOST_FRAMES if plan.naive is not None and config is not None else 0
+    spec = RunSpec(str(plan.model), plan.engine_args, config, plan.workloads, plan.needles, wanted)
     results: list[RunResult] = []
+    frames: list[Frame] = []
 
     def on_event(event: dict[str, Any]) -> None:
         if event["event"] == "started":
@@ -69,6 +93,8 @@ def _run(plan: Plan, name: str, line: "_Line") -> RunResult:
             line.started()
         elif event["event"] == "progress":
             line.progress(event)
+        elif event["event"] == "frames":
+            frames.extend(map(read_frame, event["frames"]))
         elif event["event"] == "result":
             results.append(RunResult(**event["result"]))
 
@@ -79,7 +105,7 @@ def _run(plan: Plan, name: str, line: "_Line") -> RunResult:
     if not results:
         raise RuntimeError(f"the {name} run ended without a result")
     line.finished()
-    return results[0]
+    return results[0], frames
 
 
 class _Line:

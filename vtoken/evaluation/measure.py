@@ -51,6 +51,7 @@ def measure(
     needles: Sequence[Workload] = (),
     decode: Callable[[list[int]], str] | None = None,
     report: Callable[[LoadProgress], None] | None = None,
+    after_step: Callable[[], None] | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> RunResult:
     """Submit all workloads at once, run them to the end, then ask the needles one by one.
@@ -60,14 +61,14 @@ def measure(
         workloads: what is measured; at least one.
         needles: asked after the load has drained, so that they disturb none of its figures.
         decode: token ids to text, for the needles.
-        report: called after every step of the load.
+        report: called after every step of the load, and so is ``after_step``.
         clock: seconds.
 
     Raises:
         RunError: a request failed, or none could be scheduled.
     """
     before = engine.snapshot()
-    load = drive(engine, workloads, report=report, clock=clock)
+    load = drive(engine, workloads, report=report, after_step=after_step, clock=clock)
     timings = load.timings
     after = engine.snapshot()
     hits = sum(_answers(engine, needle, decode, clock) for needle in needles) if decode else 0

@@ -44,7 +44,10 @@ class DemoOptions:
 
 @dataclass(frozen=True)
 class Plan:
-    """The load and the engine it runs on. ``num_blocks`` is what requests can hold."""
+    """The load and the engine it runs on. ``num_blocks`` is what requests can hold.
+
+    ``naive`` has the settings of a third run, and asks for frames of the pool in it and in vtoken's; see ``naive_of``.
+    """
 
     model: Path
     engine_args: dict[str, Any]
@@ -53,6 +56,7 @@ class Plan:
     needles: list[Workload]
     num_blocks: int
     notes: list[str]
+    naive: VTokenConfig | None = None
 
 
 def make_plan(model: Path, config: VTokenConfig, options: DemoOptions) -> Plan:
@@ -86,6 +90,19 @@ def make_plan(model: Path, config: VTokenConfig, options: DemoOptions) -> Plan:
         eager = True
     engine_args = engine_arguments(text_config, num_blocks, min(blocks_per_request * BLOCK_SIZE, context), eager=eager)
     return Plan(model, engine_args, config, workloads, needles, num_blocks, notes)
+
+
+def naive_of(config: VTokenConfig) -> VTokenConfig:
+    """Settings for the same evictions without reclamation: a block is free once all its tokens are dead.
+
+    Raises:
+        ValueError: one sentence, where that is what these settings ask for already.
+    """
+    if config.reclaim == "none":
+        raise ValueError(
+            "vtoken: option 'reclaim' = 'none' is what --html compares with; leave it out, or take 'fill' or 'pack'."
+        )
+    return VTokenConfig(**{**config.model_dump(), "reclaim": "none"})
 
 
 def engine_arguments(

@@ -1,12 +1,13 @@
 """The demo's figures as one table and as one JSON file."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from rich.table import Table
 
+from vtoken.core.history import Recording
 from vtoken.evaluation.measure import RunResult
 
 # Label, key, unit, decimals, factor from the JSON's unit to the one shown.
@@ -28,10 +29,16 @@ ROWS = (
     ("time to first token, p95", "ttft_p95_ms", "s", 1, 0.001),
 )
 
+HEADINGS = {"native": "native vLLM", "none": "naive eviction", "vtoken": "vtoken"}
+"""Of the runs, in this order; naive eviction runs where a page is asked for."""
+
 
 @dataclass(frozen=True)
 class DemoReport:
-    """All that the demo found out. ``runs`` has the medians of ``repeats``; ``needles`` counts questions."""
+    """All that the demo found out. ``runs`` has the medians of ``repeats``; ``needles`` counts questions.
+
+    ``recordings`` show the pool in the first run of each kind that evicts, where a page is asked for.
+    """
 
     model: str
     engine_args: dict[str, Any]
@@ -41,6 +48,7 @@ class DemoReport:
     needles: int
     runs: dict[str, RunResult]
     repeats: list[dict[str, RunResult]]
+    recordings: list[Recording] = field(default_factory=list)
 
     @property
     def nothing_evicted(self) -> bool:
@@ -69,23 +77,48 @@ def write_json(report: Report, path: Path) -> None:
 
 
 def table(report: DemoReport) -> Table:
-    """native | vtoken | vtoken / native, one row per figure."""
-    native, vtoken = report.runs["native"], report.runs["vtoken"]
-    turns = len(report.repeats)
-    title = f"{report.num_blocks} blocks of {report.block_size} tokens" + (
-        f", median of {turns} runs" if turns > 1 else ""
-    )
-    grid = Table(title=title)
-    grid.add_column("")
-    for heading in ("native vLLM", "vtoken", "ratio"):
-        grid.add_column(heading, justify="right")
-    for label, key, unit, decimals, factor in ROWS:
-        before, after = (getattr(run, key) * factor for run in (native, vtoken))
-        ratio = f"{after / before:.2f}x" if before else "-"
-        grid.add_row(label, _show(before, unit, decimals), _show(after, unit, decimals), ratio)
-    hits = (f"{run.needle_hits:g} of {report.needles}" for run in (native, vtoken))
-    grid.add_row("needles found", *hits, "")
+    """native | vtoken | vtoken / native, one row per figure; naive eviction in between, where it has run."""
+    grid = Table(title=table_title(report))
+    headings, rows = comparison(report)
+    for place, heading in enumerate(headings):
+        grid.add_column(heading, justify="right" if place else "left")
+    for row in rows:
+        grid.add_row(*row)
     return grid
+
+
+def table_title(report: DemoReport) -> str:
+    turns = len(report.repeats)
+    median = f", median of {turns} runs" if turns > 1 else ""
+    return f"{report.num_blocks} blocks of {report.block_size} tokens{median}"
+
+
+def comparison(report: DemoReport) -> tuple[list[str], list[list[str]]]:
+    """Headings and rows of the table; the last column is vtoken's share of native vLLM's figure."""
+    runs = {name: report.runs[name] for name in HEADINGS if name in report.runs}
+    rows = []
+    for label, key, unit, decimals, factor in ROWS:
+        of = {name: getattr(run, key) * factor for name, run in runs.items()}
+        ratio = f"{of['vtoken'] / of['native']:.2f}x" if of["native"] else "-"
+        rows.append([label, *(_show(value, unit, decimals) for value in of.values()), ratio])
+    rows.append(["needles found", *(f"{run.needle_hits:g} of {report.needles}" for run in runs.values()), ""])
+    return ["", *(HEADINGS[name] for name in runs), "ratio"], rows
+
+
+def every_run(report: DemoReport) -> tuple[list[str], list[list[str]]]:
+    """Headings and rows of a table with each run by itself, turn by turn."""
+    runs = [
+        (f"{HEADINGS[name]} {n}", turn[name])
+        for n, turn in enumerate(report.repeats, 1)
+        for name in HEADINGS
+        if name in turn
+    ]
+    rows = [
+        [label, *(_show(getattr(run, key) * factor, unit, decimals) for _, run in runs)]
+        for label, key, unit, decimals, factor in ROWS
+    ]
+    rows.append(["needles found", *(f"{run.needle_hits:g} of {report.needles}" for _, run in runs)])
+    return ["", *(heading for heading, _ in runs)], rows
 
 
 def _show(value: float, unit: str, decimals: int) -> str:

@@ -14,9 +14,11 @@ from typing import Any
 from vtoken.config import VTokenConfig
 from vtoken.evaluation.load import LoadProgress, RunError
 from vtoken.evaluation.measure import measure
+from vtoken.evaluation.recorder import Recorder
 from vtoken.evaluation.workloads import Workload, load_tokenizer
 
 SECONDS_BETWEEN_REPORTS = 0.2
+SECONDS_BETWEEN_FRAMES = 0.25
 
 
 Emit = Callable[..., None]
@@ -35,7 +37,7 @@ def listen(run: Callable[[dict[str, Any], Emit], int]) -> int:
 
 
 def run(spec: dict[str, Any], emit: Emit) -> int:
-    """Run what ``spec`` describes (see ``RunSpec``) and emit "started", "progress" and "result" events."""
+    """Run what ``spec`` describes (see ``RunSpec``) and emit "started", "progress", "frames" and "result" events."""
 
     def work(engine: Any) -> None:
         emit(event="started", block_size=engine.block_size, num_blocks=engine.num_blocks)
@@ -44,13 +46,17 @@ def run(spec: dict[str, Any], emit: Emit) -> int:
         workloads = [Workload(**work) for work in spec["workloads"]]
         warm_up(engine, workloads[0])
         tokenizer = load_tokenizer(spec["model"])
+        recorder = Recorder(engine, spec["frames"], SECONDS_BETWEEN_FRAMES) if spec["frames"] else None
         result = measure(
             engine,
             workloads,
             needles=[Workload(**work) for work in spec["needles"]],
             decode=tokenizer.decode,
             report=_rarely(lambda progress: emit(event="progress", **vars(progress))),
+            after_step=recorder.look if recorder else None,
         )
+        if recorder:
+            emit(event="frames", frames=[frame.to_json() for frame in recorder.finish()])
         emit(event="result", result=result.to_json())
 
     return with_engine(spec, emit, work)
