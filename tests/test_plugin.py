@@ -13,7 +13,6 @@ import pytest
 from engines import ENGINE_ARGS, Job, generate, prompts, running
 from vllm.platforms import current_platform
 
-from vtoken import __version__
 from vtoken.config import VTokenConfig
 from vtoken.vllm_plugin import make_engine, plugin
 
@@ -242,28 +241,3 @@ def test_options_do_not_change_the_compilation_key() -> None:
     keys = {plugin.AdditionalConfig(VTokenConfig(budget=b), {}).compute_hash() for b in (0.5, 64, 128)}
     assert keys == {"None"}
     assert plugin.AdditionalConfig(VTokenConfig(), {"other": 1}).compute_hash() != "None"
-
-
-@pytest.mark.parametrize(
-    "options, said",
-    [
-        ({}, "requests are kept to 0.25 of their prompt by policy snapkv, and blocks freed by 'fill'"),
-        (
-            {"budget": 512, "compress": "asked", "request_policies": ["h2o", "tova"], "reclaim": "pack"},
-            "requests that ask for it are kept to 512 tokens by policy snapkv, and blocks freed by 'pack'; requests "
-            "may ask for h2o, tova",
-        ),
-    ],
-)
-def test_the_log_says_once_that_vtoken_is_on(
-    options: dict[str, Any], said: str, tiny_gqa: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from vllm.engine.arg_utils import EngineArgs
-
-    lines: list[str] = []
-    monkeypatch.setattr(plugin.logger, "info", lambda form, *values: lines.append(form % values))
-    plugin.register()
-    args = EngineArgs(model=str(tiny_gqa), **ENGINE_ARGS, additional_config={"vtoken": options})
-    config = args.create_engine_config()
-    plugin.configure(config, plugin.requested_options(config))  # vLLM checks copies of a configuration again
-    assert lines == [f"vtoken {__version__}: {said}"]
