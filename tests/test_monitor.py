@@ -52,7 +52,7 @@ def test_an_engine_at_rest_holds_nothing_and_has_all_its_blocks(reclaim: str) ->
 
 
 def test_in_fill_what_is_dead_is_filled_by_the_next_step() -> None:
-    """Two requests of 20 tokens are reduced to 12, in four blocks, with room for the 13th; then one dies as one comes."""
+    """Two requests of 20 tokens are reduced to 12, with room for the 13th; then one dies as one comes."""
     watched = Watched("fill")
     for name in "ab":
         watched.engine.add_request(name, [1] * 20, 10)
