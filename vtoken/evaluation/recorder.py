@@ -1,11 +1,14 @@
 """Frames of an engine while it runs a load, for the page that shows the pool."""
 
+import base64
+import json
 import time
+import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol
 
-from vtoken.core.history import Frame, Holding
+from vtoken.core.history import Frame, Holding, Recording
 
 
 class Recorded(Protocol):
@@ -56,3 +59,15 @@ class Recorder:
 def read_frame(told: dict[str, Any]) -> Frame:
     """The frame that ``Frame.to_json`` was made of. Raises TypeError or KeyError for anything else."""
     return Frame(**{**told, "holdings": [Holding(**one) for one in told["holdings"]]})
+
+
+def packed(recording: Recording) -> str:
+    """A recording as a short text, for a JSON file: base64 of its compressed JSON."""
+    text = json.dumps(recording.to_json(), separators=(",", ":"))
+    return base64.b64encode(zlib.compress(text.encode(), 9)).decode()
+
+
+def unpacked(text: str) -> Recording:
+    """What ``packed`` was given. Raises ValueError, TypeError, KeyError or zlib.error for any other text."""
+    told = json.loads(zlib.decompress(base64.b64decode(text)))
+    return Recording(**{**told, "frames": list(map(read_frame, told["frames"]))})

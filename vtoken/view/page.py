@@ -35,9 +35,10 @@ class Section:
 
     Attributes:
         title: its heading.
-        text: paragraphs before the tables.
+        text: paragraphs before the figure and the tables.
         tables: in this order.
         figure: an SVG image, or "".
+        notes: paragraphs below the tables.
         code: names and what is said of them, in a typeface of equal widths: arguments, settings.
     """
 
@@ -45,6 +46,7 @@ class Section:
     text: Sequence[str] = ()
     tables: Sequence[Grid] = ()
     figure: str = ""
+    notes: Sequence[str] = ()
     code: Sequence[tuple[str, str]] = field(default_factory=tuple)
 
 
@@ -117,6 +119,7 @@ def _section(section: Section, place: int) -> str:
     if section.figure:
         parts.append(_figure(section))
     parts += [_grid(grid) for grid in section.tables]
+    parts += [f'<p class="note">{html.escape(text)}</p>' for text in section.notes]
     for name, text in section.code:
         parts.append(f"<h3>{html.escape(name)}</h3><pre>{html.escape(text)}</pre>")
     return "\n".join([*parts, "</section>"])

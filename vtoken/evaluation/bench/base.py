@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from vtoken.core.history import Recording
 from vtoken.evaluation.bench.tables import Table
 
 if TYPE_CHECKING:
@@ -67,3 +68,7 @@ class Experiment(ABC):
     def conclusion(self, runs: Sequence[Run]) -> str:
         """What a reader should take away, below the tables; empty where these say it all."""
         return ""
+
+    def recordings(self, runs: Sequence[Run]) -> list[Recording]:
+        """What the block pool looked like, where the runs tell; older ones may not."""
+        return []

@@ -7,6 +7,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from vtoken.config import VTokenConfig
+from vtoken.core.history import Recording
 from vtoken.evaluation.bench.base import Check, Experiment, Run
 from vtoken.evaluation.bench.bench import POLICIES, Bench
 from vtoken.evaluation.bench.engines import RunningEngine
@@ -16,6 +17,7 @@ from vtoken.evaluation.bench.occupancy import WATCH_BLOCKS
 from vtoken.evaluation.bench.quality_of import QUALITY_COLUMNS, quality_cells
 from vtoken.evaluation.bench.tables import Column, Table
 from vtoken.evaluation.recorded_victims import POLICY
+from vtoken.evaluation.recorder import unpacked
 from vtoken.evaluation.workloads import Workload
 from vtoken.vllm_plugin.engine import FORCED_TOKENS, FORCED_TOKENS_PROCESSOR
 
@@ -31,6 +33,8 @@ REPLAYING: dict[str, dict[str, Any]] = {
 }
 MODES = (*REPLAYING, "fill")
 LOGITS: dict[str, Any] = {"logits_processors": [FORCED_TOKENS_PROCESSOR]}
+FRAMES = {"none": 60, "fill": 60}
+"""Pictures of the pool that are kept of a run."""
 PAPER_UTILIZATION = 0.219
 PAPER_FEWER = 0.272
 TITLE = f"Blocks held in steady decoding, budget {BUDGET:g} of the prompt, the same victims and outputs in all three"
@@ -69,14 +73,20 @@ class Memory(Experiment):
                 for policy in sizes.policies:
                     asked = [replace(work, extra_args={"vtoken.policy": policy}) for work in works]
                     recorded = recording.do(
-                        WATCH_BLOCKS, workloads=as_arguments(asked), record=str(victims), outputs=True
+                        WATCH_BLOCKS,
+                        workloads=as_arguments(asked),
+                        record=str(victims),
+                        outputs=True,
+                        frames=FRAMES["fill"],
                     )
                     outputs = recorded.pop("outputs")
                     runs.append({"policy": policy, "mode": "fill", "same_outputs": True, **recorded})
                     tick()
                     again = [_forced(work, outputs[work.request_id]) for work in works]
                     for mode, engine in replaying.items():
-                        found = engine.do(WATCH_BLOCKS, workloads=as_arguments(again), outputs=True)
+                        found = engine.do(
+                            WATCH_BLOCKS, workloads=as_arguments(again), outputs=True, frames=FRAMES.get(mode, 0)
+                        )
                         same = found.pop("outputs") == outputs
                         runs.append({"policy": policy, "mode": mode, "same_outputs": same, **found})
                         tick()
@@ -149,6 +159,17 @@ class Memory(Experiment):
         figure.legend(handles, labels, loc="outside lower center", ncols=len(MODES))
         figure.suptitle(f"How much memory does the same eviction leave held? (budget {BUDGET:g} of the prompt)")
         return figure
+
+    def recordings(self, runs: Sequence[Run]) -> list[Recording]:
+        return [
+            replace(
+                unpacked(run["recording"]),
+                name=f"{run['policy']}: {LABELS[run['mode']]}",
+                settings=f"Chat requests, budget {BUDGET:g} of the prompt, the same victims under both.",
+            )
+            for run in runs
+            if "recording" in run
+        ]
 
     def checks(self, runs: Sequence[Run]) -> list[Check]:
         return [check for policy in dict.fromkeys(run["policy"] for run in runs) for check in _checks(policy, runs)]

@@ -6,8 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from vtoken.core.history import Recording
 from vtoken.evaluation.load import Engine, RunError, drive
 from vtoken.evaluation.recorded_victims import write_victims
+from vtoken.evaluation.recorder import Recorder, packed
 from vtoken.evaluation.workloads import Workload
 
 WATCH_BLOCKS = "vtoken.evaluation.bench.occupancy:watch_blocks"
@@ -76,6 +78,7 @@ def watch_blocks(
     concurrency: int | None = None,
     record: str | None = None,
     outputs: bool = False,
+    frames: int = 0,
 ) -> dict[str, Any]:
     """Run a load (see ``drive``) and tell what its requests' blocks held.
 
@@ -85,6 +88,7 @@ def watch_blocks(
         concurrency: so many requests at a time; else all at once.
         record: a file to write the victims to, for ``RecordedVictims``; the engine must record traces.
         outputs: also return the tokens of every request, by id.
+        frames: also return at most so many pictures of the pool, as ``recording`` (see ``packed``).
 
     Returns:
         The attributes of ``BlockWatch``, with ``waste_quartiles`` in place of ``ratios``, and over all of steady
@@ -99,7 +103,8 @@ def watch_blocks(
     if record is not None:
         watch.take_traces()  # those of earlier requests
     before = engine.snapshot()
-    load = drive(watch, works, concurrency, look=False)
+    recorder = Recorder(watch, frames) if frames else None
+    load = drive(watch, works, concurrency, look=False, after_step=recorder.look if recorder else None)
     after = engine.snapshot()
     if not watch.seen.any():
         raise RunError("no request decodes for long enough to be looked at; let them produce 2 tokens or more.")
@@ -123,6 +128,8 @@ def watch_blocks(
     if record is not None:
         traces = watch.take_traces()
         write_victims(Path(record), ((work.prompt_token_ids, traces[work.request_id]) for work in works))
+    if recorder is not None:
+        found["recording"] = packed(Recording("", "", watch.block_size, watch.num_blocks, recorder.finish()))
     if outputs:
         found["outputs"] = {work.request_id: timing.token_ids for work, timing in zip(works, load.timings, strict=True)}
     return found

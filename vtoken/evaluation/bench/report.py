@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import zlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -15,6 +16,18 @@ from vtoken.evaluation.bench.figures import save
 from vtoken.evaluation.bench.tables import Column, Table
 
 HELD, MISSED, FAILED = "held", "missed", "FAILED"
+DAMAGE = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    StopIteration,
+    TypeError,
+    ValueError,
+    zlib.error,
+)
+"""What may come of runs that are not as the experiment writes them."""
 
 
 @dataclass(frozen=True)

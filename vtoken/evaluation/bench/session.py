@@ -10,22 +10,11 @@ from rich.console import Console
 from vtoken.evaluation.bench.base import Check, Experiment
 from vtoken.evaluation.bench.bench import Bench, bench_dtype
 from vtoken.evaluation.bench.engines import EnginePool
-from vtoken.evaluation.bench.report import FAILED, Report, checks_table, read_report, setting
+from vtoken.evaluation.bench.html import write_page
+from vtoken.evaluation.bench.report import DAMAGE, FAILED, Report, checks_table, read_report, setting
 from vtoken.evaluation.bench.requests import BenchRequests
 from vtoken.evaluation.plan import load_model_description
 from vtoken.evaluation.questions import data_directory
-
-DAMAGE = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    LookupError,
-    RuntimeError,
-    StopIteration,
-    TypeError,
-    ValueError,
-)
-"""What may come of runs that are not as the experiment writes them."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +63,7 @@ def measure_all(experiments: Sequence[Experiment], wishes: Wishes, console: Cons
             finally:
                 if not wishes.quick:
                     engines.close()
+    console.print(f"written: {write_page(experiments, wishes.out)}", soft_wrap=True)
     return all(held)
 
 
@@ -110,6 +100,7 @@ def show_again(experiments: Sequence[Experiment], directory: Path, console: Cons
             reason = f"{type(error).__name__}: {error}"
             raise ValueError(f"{path} is damaged or of another version ({reason}); measure it again.") from None
         held.append(show(report, experiment, console))
+    console.print(f"written: {write_page(experiments, directory)}", soft_wrap=True)
     return all(held)
 
 

@@ -67,7 +67,7 @@ class Table:
     def to_rich(self) -> RichTable:
         grid = RichTable(title=self.title, caption=self.note or None)
         for place, column in enumerate(self.columns):
-            grid.add_column(column.heading, justify="left" if self._is_text(place) else "right", overflow="fold")
+            grid.add_column(column.heading, justify="left" if self.is_text(place) else "right", overflow="fold")
         for row in self.shown():
             grid.add_row(*row)
         return grid
@@ -75,7 +75,7 @@ class Table:
     def to_markdown(self) -> str:
         lines = [f"**{self.title}**", ""]
         lines.append("| " + " | ".join(column.heading for column in self.columns) + " |")
-        lines.append("|" + "|".join("---" if self._is_text(n) else "---:" for n in range(len(self.columns))) + "|")
+        lines.append("|" + "|".join("---" if self.is_text(n) else "---:" for n in range(len(self.columns))) + "|")
         lines += ["| " + " | ".join(row) + " |" for row in self.shown()]
         if self.note:
             lines += ["", self.note]
@@ -89,5 +89,5 @@ class Table:
             "note": self.note,
         }
 
-    def _is_text(self, place: int) -> bool:
+    def is_text(self, place: int) -> bool:
         return all(isinstance(row[place], str | None) for row in self.rows)
