@@ -54,7 +54,7 @@ def test_the_same_blocks_after_every_step(reclaim: str, caching: bool) -> None:
     real, counted = both(config(reclaim, shared_blocks="keep"), requests, **sizes)
     assert counted == real
     # Whoever is preempted, for want of blocks in "none", finds some of its own when it comes back.
-    assert sum(step.hits for step, *_ in real) == ({"fill": 96, "none": 104}[reclaim] if caching else 0)
+    assert sum(sum(step.begun.values()) for step, *_ in real) == ({"fill": 96, "none": 104}[reclaim] if caching else 0)
     other, _ = both(config(reclaim, shared_blocks="keep", policy_options={"seed": 1}), requests, **sizes)
     assert (other != real) == (reclaim == "none" or caching)  # it can tell where it matters who dies
 
