@@ -37,8 +37,8 @@ class Steps:
         seconds: that it took.
         running, waiting: requests.
         held: blocks.
-        limited: 0 where nobody waits for anything but the step's tokens; else BY_BLOCKS or BY_SEQUENCES, which is what
-            those wait for who wait.
+        limited: BY_NOTHING where nobody waits; else what those wait for who wait: BY_TOKENS (of a step), BY_BLOCKS or
+            BY_SEQUENCES (``max_num_seqs``).
     """
 
     end: "array[float]" = field(default_factory=_floats)
@@ -49,7 +49,7 @@ class Steps:
     limited: "array[int]" = field(default_factory=_counts)
 
 
-BY_BLOCKS, BY_SEQUENCES = 1, 2
+BY_NOTHING, BY_TOKENS, BY_BLOCKS, BY_SEQUENCES = range(4)
 
 
 @dataclass
@@ -161,11 +161,11 @@ def _note(
     steps.running.append(running)
     steps.waiting.append(waiting)
     steps.held.append(step.held)
-    steps.limited.append(_limit(engine, tokens, running) if waiting else 0)
+    steps.limited.append(_limit(engine, tokens, running) if waiting else BY_NOTHING)
 
 
 def _limit(engine: "SimulatedEngine", tokens: int, running: int) -> int:
     """What keeps those who wait from running."""
     if running >= engine.max_num_seqs:
         return BY_SEQUENCES
-    return BY_BLOCKS if tokens < engine.max_num_batched_tokens else 0
+    return BY_BLOCKS if tokens < engine.max_num_batched_tokens else BY_TOKENS

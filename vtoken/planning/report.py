@@ -13,7 +13,8 @@ from vtoken.planning.trace import Workload
 from vtoken.planning.variants import VARIANTS, Setting
 
 HEADINGS = {"native": "native vLLM", "none": "naive eviction", "fill": "vtoken"}
-LIMITS = {None: "nobody waits", "blocks": "blocks", "max_num_seqs": "max_num_seqs"}
+NOBODY_WAITS = "nobody waits"
+BY_BLOCKS_ALONE = "Exact: blocks alone are the limit here, not max_num_seqs, nor a step's tokens, nor time."
 ESTIMATE = (
     "Times are an estimate: {efficiency:.0%} of the data sheet's bandwidth and operations, and {overhead:g} ms per "
     "step. Counts are exact, given these times."
@@ -22,7 +23,6 @@ ESTIMATE = (
 AT_ONCE = (
     ("requests at once, mean while others wait", "mean_running", "", 1, 1.0),
     ("requests at once, peak", "peak_running", "", 0, 1.0),
-    ("what those wait for who wait", "limit", "", 0, 1.0),
     ("preemptions", "preemptions", "", 0, 1.0),
 )
 QUEUE = (
@@ -31,6 +31,7 @@ QUEUE = (
     ("output tokens/s", "output_tokens_per_s", "", 0, 1.0),
     ("waiting, mean", "mean_waiting", "", 1, 1.0),
     ("waiting, peak", "peak_waiting", "", 0, 1.0),
+    ("what those wait for who wait", "limit", "", 0, 1.0),
     ("running, mean", "mean_running", "", 1, 1.0),
     ("running, peak", "peak_running", "", 0, 1.0),
     ("blocks held, mean", "mean_held", "", 0, 1.0),
@@ -117,6 +118,7 @@ def tables(report: PlanReport) -> list[Table]:
         [*AT_ONCE, *_if_any(report, "at_once")],
         {name: found["at_once"] for name, found in report.found.items()},
     )
+    fits.caption = BY_BLOCKS_ALONE
     rows: list[Row] = [*QUEUE, *([HIT_RATE] if setting.enable_prefix_caching else []), *_if_any(report, "queue")]
     queue = _table(
         f"The queue of {len(report.workload.arrivals):,} requests",
@@ -140,7 +142,7 @@ def _table(title: str, rows: Sequence[Row], found: dict[str, dict[str, Any]]) ->
     for label, key, unit, decimals, factor in rows:
         values = [found[name][key] for name in VARIANTS]
         if key == "limit":
-            grid.add_row(label, *(LIMITS[value] for value in values), "")
+            grid.add_row(label, *(value or NOBODY_WAITS for value in values), "")
             continue
         before, after = values[0], values[-1]
         ratio = f"{after / before:.2f}x" if before and after is not None else "-"

@@ -6,38 +6,27 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vtoken.planning.replay import BY_BLOCKS, BY_SEQUENCES, Observed, Steps
+from vtoken.planning.replay import BY_BLOCKS, BY_SEQUENCES, BY_TOKENS, Observed, Steps
 from vtoken.planning.trace import Workload
 
 MOST_POINTS = 2000
 QUANTILES = (50, 95, 99)
-LIMITS = {0: None, BY_BLOCKS: "blocks", BY_SEQUENCES: "max_num_seqs"}
+LIMITS = {BY_TOKENS: "tokens per step", BY_BLOCKS: "blocks", BY_SEQUENCES: "max_num_seqs"}
 
 
 def at_once(seen: Observed) -> dict[str, Any]:
     """How many requests fit, from a replay in which all of them were there from the beginning.
 
     Returns:
-        mean_running: over time, from the first step in which somebody waits for blocks, or for one of max_num_seqs, to
-            the last in which somebody waits; None if nobody ever does.
+        mean_running: over the steps in which somebody waits; None if nobody ever does. No time enters.
         peak_running: over all steps.
-        limit: what they waited for longest, "blocks" or "max_num_seqs"; None likewise.
         requests, preemptions, failed.
     """
-    running, waiting, limited, seconds = (
-        np.array(column) for column in (seen.steps.running, seen.steps.waiting, seen.steps.limited, seen.steps.seconds)
-    )
-    held_up, someone = np.flatnonzero(limited), np.flatnonzero(waiting)
-    mean, limit = None, 0
-    if len(held_up):
-        full = slice(held_up[0], someone[-1] + 1)
-        mean = float(np.average(running[full], weights=seconds[full]))
-        limit = max(LIMITS, key=lambda kind: seconds[full][limited[full] == kind].sum() if kind else -1.0)
+    running, waiting = np.array(seen.steps.running), np.array(seen.steps.waiting)
     return {
         "requests": len(seen.produced),
-        "mean_running": mean,
+        "mean_running": float(running[waiting > 0].mean()) if waiting.any() else None,
         "peak_running": int(running.max()),
-        "limit": LIMITS[limit],
         "preemptions": seen.preemptions,
         "failed": seen.failed,
     }
@@ -48,9 +37,10 @@ def queue(seen: Observed, workload: Workload) -> dict[str, Any]:
 
     Returns:
         counts (requests, finished, failed, output_tokens, preemptions, steps); seconds, until the last one ended;
-        output_tokens_per_s; mean_running, mean_waiting and mean_held over time, and their peaks; for time to first
-        token (ttft), time in the queue (queued) and time per output token (tpot) p50, p95 and p99; hit_rate, the share
-        of prompt tokens that came from the prefix cache when requests began.
+        limit, what those waited for longest who waited: "tokens per step", "blocks" or "max_num_seqs", None if nobody
+        ever did; output_tokens_per_s; mean_running, mean_waiting and mean_held over time, and their peaks; for time to
+        first token (ttft), time in the queue (queued) and time per output token (tpot) p50, p95 and p99; hit_rate, the
+        share of prompt tokens that came from the prefix cache when requests began.
     """
     arrived = np.array([arrival.time for arrival in workload.arrivals])
     begun, first, ended = (np.array(times) for times in (seen.begun, seen.first_token, seen.ended))
@@ -68,6 +58,7 @@ def queue(seen: Observed, workload: Workload) -> dict[str, Any]:
         "steps": len(steps.end),
         "seconds": seen.now,
         "output_tokens_per_s": float(produced.sum() / seen.now),
+        "limit": _limit(steps),
         "hit_rate": seen.hits / seen.asked if seen.asked else 0.0,
     }
     for name in ("running", "waiting", "held"):
@@ -80,6 +71,12 @@ def queue(seen: Observed, workload: Workload) -> dict[str, Any]:
         for name, values in quantiles.items()
         for percent in QUANTILES
     }
+
+
+def _limit(steps: Steps) -> str | None:
+    limited, seconds = np.array(steps.limited), np.array(steps.seconds)
+    lasted = {name: float(seconds[limited == kind].sum()) for kind, name in LIMITS.items()}
+    return max(lasted, key=lambda name: lasted[name]) if any(lasted.values()) else None
 
 
 def series(steps: Steps, points: int = MOST_POINTS) -> dict[str, list[Any]]:

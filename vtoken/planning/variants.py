@@ -5,7 +5,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor, wait
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 from queue import Empty
 from typing import Any, Literal
@@ -25,7 +25,7 @@ VARIANTS: dict[str, Literal["none", "fill"] | None] = {"native": None, "none": "
 PHASES = ("trace", "at once")
 SLOWEST_FIRST = ("none", "fill", "native")
 LISTEN_SECONDS = 0.2
-FEWEST_AT_ONCE, MOST_AT_ONCE, TIMES_OVER = 64, 2000, 3
+FEWEST_AT_ONCE, MOST_AT_ONCE, TIMES_OVER = 64, 4000, 3
 
 _progress: Any = None  # of a process that works: where it says how far it is
 
@@ -50,6 +50,11 @@ class Setting:
         """What vtoken is told in a variant."""
         reclaim = VARIANTS[variant]
         return VTokenConfig(**self.vtoken, reclaim=reclaim) if reclaim else None
+
+    def limited_by_blocks_alone(self, requests: int) -> "Setting":
+        """The same, where so many requests may run, and a step may compute all that the pool holds."""
+        most = max(self.num_blocks * self.block_size, requests, self.max_num_batched_tokens)
+        return replace(self, max_num_seqs=requests, max_num_batched_tokens=most)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -148,6 +153,8 @@ def _prepare(said: Any) -> None:
 
 
 def _run(setting: Setting, variant: str, phase: str, workload: Workload) -> dict[str, Any]:
+    if phase == "at once":
+        setting = setting.limited_by_blocks_alone(len(workload.arrivals))
     engine = make_engine(setting, variant, workload)
     gc.collect()
     gc.freeze()  # as vLLM does when it has started

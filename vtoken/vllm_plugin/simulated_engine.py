@@ -138,6 +138,7 @@ class SimulatedEngine:
         result = self.runner.execute_model(output)
         if result is None:
             result = self.runner.sample_tokens(None)
+        _in_order_of_step(result, output)
         preempted = list(output.preempted_req_ids or ())
         self.preemptions += len(preempted)
         attended, pairs = self._attended(output)
@@ -257,6 +258,14 @@ def make_simulated_engine(
         init_none_hash(sha256)
         hasher = get_request_block_hasher(block_size, sha256)
     return SimulatedEngine(scheduler, runner, vtoken, hasher)
+
+
+def _in_order_of_step(result: Any, output: Any) -> None:
+    """In which order blocks of several requests become free is the worker's whim; here it is always the same one."""
+    report = getattr(result, "vtoken_report", None)
+    if report is not None and len(report.changes) > 1:
+        place = {req_id: n for n, req_id in enumerate(output.num_scheduled_tokens)}
+        report.changes = dict(sorted(report.changes.items(), key=lambda change: place.get(change[0], len(place))))
 
 
 def _require_no_model(config: VTokenConfig) -> None:
