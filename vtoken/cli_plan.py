@@ -11,10 +11,11 @@ import typer
 from rich.console import Console
 
 from vtoken.cli_bench import TABLE_WIDTH
-from vtoken.cli_options import settings_options
+from vtoken.cli_options import OF_SERVERS, settings_options
 
 POLICY = "random"
 OF_A_REAL_ENGINE = (
+    *OF_SERVERS,
     "policy",
     "reclaim",
     "observation_window",
@@ -115,9 +116,9 @@ def _plan(asked: dict[str, Any], console: Console) -> None:
         raise ValueError(
             f"--policy {asked['policy']} needs a model; give random or streaming_llm as a stand-in for it."
         )
-    for path in (asked["json_file"], asked["figure"]):
+    for kind, path in (("JSON", asked["json_file"]), ("Figure", asked["figure"])):
         if path is not None:
-            check_writable(path)
+            check_writable(path, kind)
     if asked["figure"] is not None:
         _check_figure(asked["figure"])
     check_vllm()

@@ -97,13 +97,13 @@ def _load(name: str) -> Any:
             return AutoConfig.for_model(**told)
         except OSError as error:
             raise ValueError(f"model {name} cannot be read ({error.strerror}); give its config.json.") from None
-        except (ValueError, TypeError, KeyError) as error:
-            reason = str(error).splitlines()[0]
+        except Exception as error:  # transformers has many kinds for what makes no sense
+            reason = _first_line(error)
             raise ValueError(f"{path} does not describe a model ({reason}); give a model's config.json.") from None
     try:
         return AutoConfig.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0].rstrip(".")
+    except Exception as error:
+        reason = _first_line(error)
         raise ValueError(f"model {name} was not found ({reason}); give the path of its config.json.") from None
 
 
@@ -129,7 +129,11 @@ def _count_parameters(name: str, config: Any) -> int:
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-    except ValueError as error:
-        reason = str(error).splitlines()[0].rstrip(".")
+    except Exception as error:
+        reason = _first_line(error)
         raise ValueError(f"model {name} is no language model ({reason}); choose one that generates text.") from None
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0].rstrip(".: ")
