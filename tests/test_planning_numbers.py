@@ -84,7 +84,7 @@ class TestModel:
         assert "\n" not in str(refusal.value)
 
     def test_no_file(self, tmp_path: Path) -> None:
-        with pytest.raises(ValueError, match="cannot be read .*; give its config.json"):
+        with pytest.raises(ValueError, match=r"cannot be read .*; give its config.json"):
             read_model(str(tmp_path / "config.json"))
         (tmp_path / "config.json").write_text("{", encoding="utf-8")
         with pytest.raises(ValueError, match="does not describe a model"):
@@ -124,7 +124,7 @@ class TestGpu:
         assert find_gpu("L4", bandwidth=1.0).bandwidth == 1.0
 
     def test_unknown(self) -> None:
-        with pytest.raises(ValueError, match="--gpu B9 is not known; give one of A10G, L4, .*, and --memory"):
+        with pytest.raises(ValueError, match=r"--gpu B9 is not known; give one of A10G, L4, .*, and --memory"):
             find_gpu("B9")
 
     @pytest.mark.parametrize(

@@ -121,24 +121,25 @@ class TestFiles:
             read_workload(written(tmp_path, text, name))
 
 
-class TestWorkload:
-    ARRIVALS = [Arrival(0.0, 100, 20, (1,)), Arrival(1.0, 10, 2), Arrival(3.0, 60, 41, (5,))]
+ARRIVALS = [Arrival(0.0, 100, 20, (1,)), Arrival(1.0, 10, 2), Arrival(3.0, 60, 41, (5,))]
 
+
+class TestWorkload:
     def test_those_that_are_too_long_are_left_out(self) -> None:
-        assert within(self.ARRIVALS, 120) == Workload(self.ARRIVALS)
-        found = within(self.ARRIVALS, 119)
-        assert (found.arrivals, found.left_out) == (self.ARRIVALS[1:], 1)
+        assert within(ARRIVALS, 120) == Workload(ARRIVALS)
+        found = within(ARRIVALS, 119)
+        assert (found.arrivals, found.left_out) == (ARRIVALS[1:], 1)
         assert (found.prompt_tokens, found.output_tokens, found.seconds, found.shares) == (70, 43, 3.0, True)
 
     def test_none_fits(self) -> None:
         with pytest.raises(ValueError, match="fits into 11 tokens; the shortest takes 12, so raise --max-model-len"):
-            within(self.ARRIVALS, 11)
+            within(ARRIVALS, 11)
 
     def test_fewer_at_once_are_taken_evenly(self) -> None:
-        assert [one.prompt for one in Workload(self.ARRIVALS).at_once(2).arrivals] == [100, 10]
-        assert {one.time for one in Workload(self.ARRIVALS).at_once(3).arrivals} == {0.0}
+        assert [one.prompt for one in Workload(ARRIVALS).at_once(2).arrivals] == [100, 10]
+        assert {one.time for one in Workload(ARRIVALS).at_once(3).arrivals} == {0.0}
 
     def test_more_at_once_are_copies_that_share_nothing(self) -> None:
-        found = Workload(self.ARRIVALS).at_once(7).arrivals
+        found = Workload(ARRIVALS).at_once(7).arrivals
         assert [one.prompt for one in found] == [100, 10, 60, 100, 10, 60, 100]
         assert [one.chunks for one in found] == [(1,), (), (5,), (7,), (), (11,), (13,)]

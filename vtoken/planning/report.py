@@ -13,7 +13,6 @@ from vtoken.planning.trace import Workload
 from vtoken.planning.variants import VARIANTS, Setting
 
 HEADINGS = {"native": "native vLLM", "none": "naive eviction", "fill": "vtoken"}
-NOBODY_WAITS = "nobody waits"
 BY_BLOCKS_ALONE = "Exact: blocks alone are the limit here, not max_num_seqs, nor a step's tokens, nor time."
 ESTIMATE = (
     "Times are an estimate: {efficiency:.0%} of the data sheet's bandwidth and operations, and {overhead:g} ms per "
@@ -31,7 +30,9 @@ QUEUE = (
     ("output tokens/s", "output_tokens_per_s", "", 0, 1.0),
     ("waiting, mean", "mean_waiting", "", 1, 1.0),
     ("waiting, peak", "peak_waiting", "", 0, 1.0),
-    ("what those wait for who wait", "limit", "", 0, 1.0),
+    ("somebody waits for blocks", "waits_for_blocks", "s", 0, 1.0),
+    ("somebody waits for max_num_seqs", "waits_for_sequences", "s", 0, 1.0),
+    ("somebody waits for a step's tokens", "waits_for_tokens", "s", 0, 1.0),
     ("running, mean", "mean_running", "", 1, 1.0),
     ("running, peak", "peak_running", "", 0, 1.0),
     ("blocks held, mean", "mean_held", "", 0, 1.0),
@@ -141,9 +142,6 @@ def _table(title: str, rows: Sequence[Row], found: dict[str, dict[str, Any]]) ->
     grid.add_column("vtoken / native", justify="right")
     for label, key, unit, decimals, factor in rows:
         values = [found[name][key] for name in VARIANTS]
-        if key == "limit":
-            grid.add_row(label, *(value or NOBODY_WAITS for value in values), "")
-            continue
         before, after = values[0], values[-1]
         ratio = f"{after / before:.2f}x" if before and after is not None else "-"
         grid.add_row(label, *(_show(value, unit, decimals, factor) for value in values), ratio)

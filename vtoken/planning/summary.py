@@ -11,7 +11,7 @@ from vtoken.planning.trace import Workload
 
 MOST_POINTS = 2000
 QUANTILES = (50, 95, 99)
-LIMITS = {BY_TOKENS: "tokens per step", BY_BLOCKS: "blocks", BY_SEQUENCES: "max_num_seqs"}
+WAITS = {BY_TOKENS: "tokens", BY_BLOCKS: "blocks", BY_SEQUENCES: "sequences"}
 
 
 def at_once(seen: Observed) -> dict[str, Any]:
@@ -37,8 +37,8 @@ def queue(seen: Observed, workload: Workload) -> dict[str, Any]:
 
     Returns:
         counts (requests, finished, failed, output_tokens, preemptions, steps); seconds, until the last one ended;
-        limit, what those waited for longest who waited: "tokens per step", "blocks" or "max_num_seqs", None if nobody
-        ever did; output_tokens_per_s; mean_running, mean_waiting and mean_held over time, and their peaks; for time to
+        waits_for_tokens, waits_for_blocks, waits_for_sequences, how many of these somebody waited because a step computed
+        all that it may, for blocks, and for max_num_seqs; output_tokens_per_s; mean_running, mean_waiting and mean_held over time, and their peaks; for time to
         first token (ttft), time in the queue (queued) and time per output token (tpot) p50, p95 and p99; hit_rate, the
         share of prompt tokens that came from the prefix cache when requests began.
     """
@@ -58,12 +58,13 @@ def queue(seen: Observed, workload: Workload) -> dict[str, Any]:
         "steps": len(steps.end),
         "seconds": seen.now,
         "output_tokens_per_s": float(produced.sum() / seen.now),
-        "limit": _limit(steps),
         "hit_rate": seen.hits / seen.asked if seen.asked else 0.0,
     }
+    limited, seconds = np.array(steps.limited), np.array(steps.seconds)
+    figures |= {f"waits_for_{name}": float(seconds[limited == kind].sum()) for kind, name in WAITS.items()}
     for name in ("running", "waiting", "held"):
         values = np.array(getattr(steps, name))
-        figures[f"mean_{name}"] = float((values * np.array(steps.seconds)).sum() / seen.now)
+        figures[f"mean_{name}"] = float((values * seconds).sum() / seen.now)
         figures[f"peak_{name}"] = int(values.max(initial=0))
     quantiles = {"ttft": (first - arrived)[done], "queued": (begun - arrived)[begun >= 0], "tpot": per_token}
     return figures | {
@@ -71,12 +72,6 @@ def queue(seen: Observed, workload: Workload) -> dict[str, Any]:
         for name, values in quantiles.items()
         for percent in QUANTILES
     }
-
-
-def _limit(steps: Steps) -> str | None:
-    limited, seconds = np.array(steps.limited), np.array(steps.seconds)
-    lasted = {name: float(seconds[limited == kind].sum()) for kind, name in LIMITS.items()}
-    return max(lasted, key=lambda name: lasted[name]) if any(lasted.values()) else None
 
 
 def series(steps: Steps, points: int = MOST_POINTS) -> dict[str, list[Any]]:
