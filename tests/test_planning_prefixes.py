@@ -73,7 +73,7 @@ class TestItCanTell:
 
 class TestHashes:
     def test_blocks_must_divide_chunks(self) -> None:
-        with pytest.raises(ValueError, match="--block-size 48 does not divide the 512 tokens .*; give 16, 32, 64 or"):
+        with pytest.raises(ValueError, match=r"--block-size 48 does not divide the 512 tokens .*; give 16, 32, 64 or"):
             PrefixHashes(ARRIVALS, 48)
 
     def test_each_block_has_a_name_of_its_own(self) -> None:

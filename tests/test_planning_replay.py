@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -78,7 +79,7 @@ class TestByHand:
         assert (figures["mean_running"], figures["mean_waiting"], figures["mean_held"]) == (1.0, 0.5, 58 / 8)
         assert (figures["peak_running"], figures["peak_waiting"], figures["peak_held"]) == (1, 1, 8)
         assert (figures["ttft_p50"], figures["queued_p50"], figures["tpot_p50"]) == (5.0, 4.0, 1.0)
-        assert (figures["limit"], figures["hit_rate"]) == ("blocks", 0.0)
+        assert (figures["waits_for_blocks"], figures["waits_for_tokens"], figures["hit_rate"]) == (8.0, 0.0, 0.0)
         assert queue(run("fill"), TWO)["seconds"] == 9.0
 
     def test_how_many_fit(self) -> None:
@@ -97,7 +98,8 @@ class TestByHand:
     def test_a_blocked_step_is_told_from_a_full_one(self) -> None:
         assert run("native", setting=replace(TINY, max_num_seqs=1)).steps.limited[0] == BY_SEQUENCES
         assert run("native", setting=replace(TINY, max_num_batched_tokens=20)).steps.limited[0] == BY_TOKENS
-        assert queue(run("native", Workload(TWO.arrivals[:1])), Workload(TWO.arrivals[:1]))["limit"] is None
+        for limit, name in (({"max_num_seqs": 1}, "sequences"), ({"max_num_batched_tokens": 20}, "tokens")):
+            assert queue(run("native", setting=replace(TINY, **limit)), TWO)[f"waits_for_{name}"] > 0
 
 
 class TestClock:
@@ -112,11 +114,9 @@ class TestClock:
 
     def test_long_steps_are_those_that_compute_or_attend_much(self) -> None:
         time = StepTime(0, 1, 0, 0, bandwidth=1.0, flops=1.0, efficiency=1.0, overhead=0.0)
-        one = Workload(TWO.arrivals[:1])
-        assert list(run("native", one, replace(TINY, step_time=time)).steps.seconds) == [
-            float(24 + n) for n in range(8)
-        ]
-        assert list(run("fill", one, replace(TINY, step_time=time)).steps.seconds) == [24.0] + [8.0] * 7
+        one, setting = Workload(TWO.arrivals[:1]), replace(TINY, step_time=time)
+        assert list(run("native", one, setting).steps.seconds) == [float(24 + n) for n in range(8)]
+        assert list(run("fill", one, setting).steps.seconds) == [24.0] + [8.0] * 7
 
 
 class TestItCanTell:
@@ -212,7 +212,7 @@ def test_every_request_ends_once_with_its_tokens_and_the_pool_is_empty_then(
     assert seen.produced == [arrival.outputs for arrival in workload.arrivals]
     assert (engine.held_blocks, engine.running, engine.waiting, seen.failed) == (0, 0, 0, 0)
     ends = [0.0, *seen.steps.end]
-    assert all(before < after for before, after in zip(ends, ends[1:], strict=False))
+    assert all(before < after for before, after in pairwise(ends))
     assert all(0 <= held <= num_blocks for held in seen.steps.held)
     for arrival, *moments in zip(workload.arrivals, seen.begun, seen.first_token, seen.ended, strict=True):
         assert arrival.time <= moments[0] < moments[1] <= moments[2] <= seen.now

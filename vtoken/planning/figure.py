@@ -23,9 +23,7 @@ def queue_figure(report: PlanReport) -> "Figure":
         minutes = [second / 60 for second in course["seconds"]]
         share = [100 * blocks / report.pool.num_blocks for blocks in course["held"]]
         for axes, values in ((waiting, course["waiting"]), (running, course["running"]), (held, share)):
-            axes.plot(
-                minutes, values, color=COLOURS[name], label=HEADINGS[name], linewidth=WIDTHS[name], zorder=BEHIND[name]
-            )
+            axes.plot(minutes, values, color=COLOURS[name], label=HEADINGS[name], lw=WIDTHS[name], zorder=BEHIND[name])
     arrivals_end = report.workload.seconds / 60
     for axes in (waiting, running, held):
         if arrivals_end:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from vtoken.planning.replay import BY_BLOCKS, BY_SEQUENCES, BY_TOKENS, Observed, Steps
 from vtoken.planning.trace import Workload
 
-MOST_POINTS = 2000
+MOST_POINTS = 1000
 QUANTILES = (50, 95, 99)
 WAITS = {BY_TOKENS: "tokens", BY_BLOCKS: "blocks", BY_SEQUENCES: "sequences"}
 
@@ -37,10 +37,11 @@ def queue(seen: Observed, workload: Workload) -> dict[str, Any]:
 
     Returns:
         counts (requests, finished, failed, output_tokens, preemptions, steps); seconds, until the last one ended;
-        waits_for_tokens, waits_for_blocks, waits_for_sequences, how many of these somebody waited because a step computed
-        all that it may, for blocks, and for max_num_seqs; output_tokens_per_s; mean_running, mean_waiting and mean_held over time, and their peaks; for time to
-        first token (ttft), time in the queue (queued) and time per output token (tpot) p50, p95 and p99; hit_rate, the
-        share of prompt tokens that came from the prefix cache when requests began.
+        waits_for_tokens, waits_for_blocks and waits_for_sequences, for how long of that somebody waited because a step
+        computed all that it may, for blocks, and for max_num_seqs; output_tokens_per_s; mean_running, mean_waiting and
+        mean_held over time, and their peaks; for time to first token (ttft), time in the queue (queued) and time per
+        output token (tpot) p50, p95 and p99; hit_rate, the share of prompt tokens that came from the prefix cache when
+        requests began.
     """
     arrived = np.array([arrival.time for arrival in workload.arrivals])
     begun, first, ended = (np.array(times) for times in (seen.begun, seen.first_token, seen.ended))
