@@ -9,8 +9,8 @@ import sys
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import click
 import typer
 
 from vtoken.cli import app, parse_settings
@@ -107,7 +107,7 @@ def check(command: list[str]) -> None:
         case ["vtoken", "serve", *arguments]:
             check_own("serve", arguments)
         case ["vllm", "serve", *arguments] | ["python", "-m", "vllm.entrypoints.openai.api_server", *arguments]:
-            check_server({}, arguments)
+            check_server(None, arguments)
         case ["vllm", "bench", "serve", *arguments]:
             check_load(arguments)
         case ["vtoken", "--version"] | ["python3", "-m", "venv", _]:
@@ -124,8 +124,7 @@ def check(command: list[str]) -> None:
 
 def check_own(name: str, arguments: list[str]) -> None:
     """A command of vtoken's, and the settings that it is given."""
-    group = typer.main.get_command(app)
-    assert isinstance(group, click.Group) or hasattr(group, "commands")
+    group: Any = typer.main.get_command(app)
     context = group.commands[name].make_context(name, list(arguments))
     given = {key: value for key, value in context.params.items() if key in VTokenConfig.model_fields}
     settings = {key: value for key, value in given.items() if value not in (None, [], ())}
@@ -136,13 +135,13 @@ def check_own(name: str, arguments: list[str]) -> None:
         check_server(read_settings(settings), context.args)
 
 
-def check_server(settings: dict[str, object], arguments: list[str]) -> None:
-    """Arguments of `vllm serve`, with vtoken's settings beside them or in --additional-config."""
+def check_server(settings: dict[str, Any] | None, arguments: list[str]) -> None:
+    """Arguments of `vllm serve`, with vtoken's settings beside them or, if None, in --additional-config."""
     from vtoken.vllm_plugin.server import parse
 
-    given = parse(arguments)
-    asked = with_settings(given.additional_config, settings)[NAME]
-    assert settings or asked or "additional_config" not in " ".join(arguments)
+    additional = parse(arguments).additional_config
+    assert settings is not None or NAME in additional, f"{additional} does not configure vtoken"
+    with_settings(additional, settings or {})
 
 
 def check_load(arguments: list[str]) -> None:

@@ -70,7 +70,6 @@ SUBSTITUTES = [
 ]
 """What is put in the place of what a reader has: a model, a port, patience."""
 
-pytestmark = pytest.mark.slow
 ALL = [block for page in PAGES for block in blocks(page, read(page))]
 
 
@@ -125,6 +124,7 @@ def server(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield running
 
 
+@pytest.mark.slow
 def test_what_a_reader_types_works(
     server: Server, smollm2: Path, tmp_path_factory: pytest.TempPathFactory, subtests: pytest.Subtests
 ) -> None:
@@ -205,6 +205,7 @@ class TestTheBlocks:
             ("vtoken serve m --budget 5", ValueError, "below sinks"),
             ("vtoken serve m --no-such-option", SystemExit, ""),
             ('vllm serve m --additional-config \'{"vtoken": {"bugdet": 5}}\'', ValueError, "did you mean"),
+            ("vllm serve m --additional-config '{\"vtokn\": {}}'", AssertionError, "does not configure"),
             ("vtoken quality --needels 3", Exception, "needels"),
             ("vllm bench serve --prompts 3", SystemExit, ""),
             ("pip install --no-such-option .", SystemExit, ""),

@@ -88,6 +88,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path, tree: Path) -
     assert {section: dict(entries[section]) for section in entries.sections()} == {
         "console_scripts": {"vtoken": "vtoken.cli:main"},
         "vllm.general_plugins": {"vtoken": "vtoken.vllm_plugin.plugin:register"},
+        "vllm.endpoint_plugins": {"vtoken": "vtoken.vllm_plugin.endpoints:Endpoints"},
     }
 
 
