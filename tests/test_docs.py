@@ -66,7 +66,7 @@ SUBSTITUTES = [
         "--num-prompts 2 --random-input-len 100 --random-output-len 8",
     ),
     (r"max_model_len=2048,", "max_model_len=1024, enforce_eager=True,"),
-    (r"--gpu A10G", r"\g<0> --blocks 1000"),
+    (r"--gpu A10G", r"\g<0> --blocks 600"),
 ]
 """What is put in the place of what a reader has: a model, a port, patience."""
 
