@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FORMATS = (".png", ".svg", ".pdf")
-WIDTHS = {"native": 0.9, "none": 2.2, "fill": 0.9}
+WIDTHS = {"native": 0.8, "none": 1.6, "fill": 0.9}
 """Naive eviction often does what vtoken does, and is seen behind it then."""
 BEHIND = {"native": 2.2, "none": 2.1, "fill": 2.3}
 

@@ -26,13 +26,13 @@ AT_ONCE = (
 )
 QUEUE = (
     ("requests finished", "finished", "", 0, 1.0),
-    ("time until the last one has ended", "seconds", "s", 0, 1.0),
+    ("time until the last one has ended", "seconds", "s", 1, 1.0),
     ("output tokens/s", "output_tokens_per_s", "", 0, 1.0),
     ("waiting, mean", "mean_waiting", "", 1, 1.0),
     ("waiting, peak", "peak_waiting", "", 0, 1.0),
-    ("somebody waits for blocks", "waits_for_blocks", "s", 0, 1.0),
-    ("somebody waits for max_num_seqs", "waits_for_sequences", "s", 0, 1.0),
-    ("somebody waits for a step's tokens", "waits_for_tokens", "s", 0, 1.0),
+    ("somebody waits for blocks", "waits_for_blocks", "s", 1, 1.0),
+    ("somebody waits for max_num_seqs", "waits_for_sequences", "s", 1, 1.0),
+    ("somebody waits for a step's tokens", "waits_for_tokens", "s", 1, 1.0),
     ("running, mean", "mean_running", "", 1, 1.0),
     ("running, peak", "peak_running", "", 0, 1.0),
     ("blocks held, mean", "mean_held", "", 0, 1.0),

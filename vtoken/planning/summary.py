@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from vtoken.planning.replay import BY_BLOCKS, BY_SEQUENCES, BY_TOKENS, Observed, Steps
 from vtoken.planning.trace import Workload
 
-MOST_POINTS = 1000
+MOST_POINTS = 800
 QUANTILES = (50, 95, 99)
 WAITS = {BY_TOKENS: "tokens", BY_BLOCKS: "blocks", BY_SEQUENCES: "sequences"}
 
