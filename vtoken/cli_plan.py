@@ -37,7 +37,7 @@ OF_A_REAL_ENGINE = (
 GPU_PANEL, ENGINE_PANEL = "The GPU, and how fast it is", "The engine, as for vLLM"
 STAND_IN = (
     "Policies that look at attention cannot be simulated. How many blocks vtoken frees does not depend on which tokens "
-    "die; with naive eviction it does, and '{policy}' stands in for yours: {how}."
+    "die, unless requests share them; with naive eviction it does, and '{policy}' stands in for yours: {how}."
 )
 HOW = {
     "random": "victims are scattered, as those of H2O and SnapKV are",
