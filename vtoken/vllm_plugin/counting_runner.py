@@ -252,5 +252,7 @@ class CountingRunner(SimulatedRunner):
 
 
 def _change(before: list[int], after: list[int]) -> BlockChange:
+    if before == after:
+        return BlockChange([])
     stayed, held = set(after), set(before)
     return BlockChange([b for b in before if b not in stayed], [b for b in after if b not in held])
