@@ -1,14 +1,15 @@
 """Recordings of a pool without a model: vLLM's scheduler and our worker, on made-up prompts.
 
-    python tests/pool_recordings.py FILE.html
+    python tests/pool_recordings.py FILE.html docs/figures/pool.png
 
-writes the report of the two that the documents show.
+writes the report of two of them, and the picture of it that the documents show.
 """
 
 import sys
 from functools import cache
 from pathlib import Path
 from random import Random
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 from vtoken.config import VTokenConfig
@@ -69,9 +70,27 @@ def frame_of(engine: Any, number: int, time: float) -> Frame:
     )
 
 
+def draw(page: Path, picture: Path) -> None:
+    """Take the picture: what a window shows that reaches from the title to the figures."""
+    from browser import start_browser
+
+    with TemporaryDirectory() as profile:
+        browser = start_browser(Path(profile))
+        try:
+            browser.open(page.resolve().as_uri(), width=1120, height=920)
+            seen = browser.command("Page.captureScreenshot", format="png")["data"]
+        finally:
+            browser.driver.quit()
+    Image.fromarray(pixels(seen)).quantize(128).save(picture, optimize=True)
+
+
 if __name__ == "__main__":
+    from browser import pixels
+    from PIL import Image
+
     from vtoken.view import report_page
 
     both = [simulated_recording("none"), simulated_recording("fill")]
-    title = "The same evictions on the same pool: blocks that wait, and blocks that come back"
+    title = "The same evictions on the same pool: naive eviction, and vtoken"
     Path(sys.argv[1]).write_text(report_page(title, both), encoding="utf-8")
+    draw(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -74,7 +74,7 @@ class TestWhatIsSaid:
         browser = show(recording(scene(), name="mine", settings="random, budget 64"), title="My pool")
         assert browser.texts("h1") == ["My pool"]
         assert browser.texts("h2") == ["mine"]
-        assert browser.texts(".settings") == ["40 blocks of 16 tokens. random, budget 64"]
+        assert browser.texts(".settings") == ["40 blocks of 16 tokens; random, budget 64"]
         assert browser.figures() == {
             "waste": "29.7 %",
             "held": "4",
@@ -405,7 +405,8 @@ class TestThePage:
     def test_recordings_without_frames(self, show: Show) -> None:
         browser = show(recording(), sections=[Section("Only text")])
         assert browser.texts("h2") == ["Only text"]
-        assert browser.all(".panel") == [] and not browser.one("#timeline").is_displayed()
+        assert browser.all(".panel") == []
+        assert not browser.one("#timeline").is_displayed() and not browser.one(".reading").is_displayed()
 
 
 assert SIZE == 16

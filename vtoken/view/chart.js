@@ -104,10 +104,10 @@ function short(value) {
 function timeTicks(scale, width) {
   const span = scale.end - scale.start;
   const wanted = Math.max(2, Math.floor(width / 64));
-  const step = [0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200].find((s) => span / s <= wanted) ?? span;
+  const step = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200].find((s) => span / s <= wanted) ?? span;
   const ticks = [];
   for (let n = 0; n * step <= span + 1e-9; n++) {
-    const text = step >= 60 ? `${+((n * step) / 60).toFixed(1)} min` : `${+(n * step).toFixed(1)} s`;
+    const text = step >= 60 ? `${+((n * step) / 60).toFixed(1)} min` : `${+(n * step).toFixed(3)} s`;
     ticks.push({ clock: scale.live ? scale.end - n * step : scale.start + n * step, text });
   }
   return ticks;

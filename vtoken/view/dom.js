@@ -34,8 +34,9 @@ function count(number, one, many = `${one}s`) {
   return `${whole(number)} ${number === 1 ? one : many}`;
 }
 
-function seconds(time) {
-  return `${time.toFixed(time < 100 ? 1 : 0)} s`;
+/** With as many decimals as tell times apart in so long a span. */
+function seconds(time, span = time) {
+  return `${time.toFixed(span < 1 ? 3 : span < 100 ? 1 : 0)} s`;
 }
 
 function clockTime(epoch) {

@@ -16,6 +16,7 @@ class Page {
     this._appended = 0;
     for (const recording of data.recordings) this._add(recording);
     this._extend();
+    document.querySelector(".reading").hidden = !this._live && !this._panels.length;
     if (!this._live && this._panels.length) this._timeline.go(Math.min(...this._panels.map((p) => p.history.end)) / 2);
     if (this._live) this._startPolling(data.interval);
   }

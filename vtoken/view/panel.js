@@ -43,9 +43,8 @@ class Panel {
     this.node = element(
       "section",
       { class: "panel", "aria-labelledby": heading.id },
-      heading,
-      element("p", { class: "settings" }, `${size}. ${history.settings}`),
-      this._moment,
+      element("div", { class: "title" }, heading, this._moment),
+      element("p", { class: "settings" }, `${size}; ${history.settings}`),
       this._place,
       this._line,
       element("dl", { class: "figures" }, ...figures),

@@ -32,7 +32,7 @@ class Timeline {
   range(start, end, frames) {
     Object.assign(this, { start, end });
     const apart = (end - start) / Math.max(1, frames - 1);
-    const step = [5, 2, 1, 0.5, 0.2, 0.1, 0.05, 0.02].find((s) => s <= apart * 1.001) ?? 0.01;
+    const step = [5, 2, 1, 0.5, 0.2, 0.1, 0.05, 0.02, 0.01, 0.005].find((s) => s <= apart * 1.001) ?? 0.001;
     this._slider.min = start;
     this._slider.step = step;
     this._slider.max = start + Math.ceil((end - start) / step - 1e-9) * step;
@@ -65,9 +65,9 @@ class Timeline {
   }
 
   _words() {
-    if (!this._live) return `${seconds(this.clock)} of ${seconds(this.end)}`;
+    if (!this._live) return `${seconds(this.clock, this.end)} of ${seconds(this.end)}`;
     const behind = this.end - this.clock;
-    return behind < 0.05 ? clockTime(this.clock) : `${clockTime(this.clock)}, ${seconds(behind)} ago`;
+    return behind < 0.0005 ? clockTime(this.clock) : `${clockTime(this.clock)}, ${seconds(behind)} ago`;
   }
 
   _begin() {

@@ -165,7 +165,7 @@ class Memory(Experiment):
             replace(
                 unpacked(run["recording"]),
                 name=f"{run['policy']}: {LABELS[run['mode']]}",
-                settings=f"Chat requests, budget {BUDGET:g} of the prompt, the same victims under both.",
+                settings=f"chat requests, budget {BUDGET:g} of the prompt, the same victims under both",
             )
             for run in runs
             if "recording" in run
