@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engines import prompts, running
 from rich.console import Console
 from test_cli import invoke, refused, stubbed
 from test_demo import RESULT, SPEC, EngineWithEnd, make_report, run_one_events
@@ -32,6 +33,8 @@ class Pool:
 
     def __init__(self) -> None:
         self.taken = 0
+
+    def step(self) -> None: ...
 
     def frame(self, number: int, time: float) -> Frame:
         self.taken += 1
@@ -218,6 +221,35 @@ def test_naive_eviction_that_is_refused_is_refused_before_anything_runs(
 
 def test_a_folder_is_no_html_file(tmp_path: Path) -> None:
     assert f"HTML file {tmp_path} cannot be written" in refused("--html", str(tmp_path))
+
+
+def test_frames_of_a_model(tiny_gqa: Path) -> None:
+    """What a real engine's frames say of its pool is what the pool says."""
+    config = VTokenConfig(policy="random", budget=40, sinks=2, recent=8, reclaim="none")
+    options = {"block_size": 32, "max_model_len": 512, "num_gpu_blocks_override": 21, "skip_tokenizer_init": True}
+    with running(tiny_gqa, config, **options) as engine:
+        recorder = Recorder(engine, 100)
+        for n, prompt in enumerate(prompts([150, 90], vocab=500)):
+            engine.add_request(f"r{n}", prompt, 12)
+        seen = []
+        while engine.has_unfinished():
+            engine.step()
+            recorder.look()
+            seen.append((engine.snapshot(), engine.live_per_block()))
+        *frames, last = recorder.finish()
+    assert len(frames) == len(seen) >= 12 and (last.held_blocks, last.holdings) == (0, [])
+    for one, (pool, live) in zip(
+        frames[:-1], seen[:-1], strict=True
+    ):  # then the two end, which a frame tells a step later
+        assert (one.held_blocks, one.live_tokens, one.running) == (pool.held_blocks, pool.live_tokens, pool.running)
+        assert (one.tokens_evicted, one.blocks_reclaimed) == (pool.tokens_evicted, pool.blocks_reclaimed)
+        assert {held.request: held.live for held in one.holdings if held.request in live} == live
+        ids = [block for held in one.holdings for block in held.blocks]
+        assert len(set(ids)) == len(ids) and set(ids) <= set(range(1, 21))
+    assert (
+        frames[-2].tokens_evicted == last.tokens_evicted == (150 - 39) + (90 - 39) + 2 * 10
+        and frames[-2].dead_tokens > 100
+    )
 
 
 def test_holdings_survive_the_way_to_the_page() -> None:

@@ -27,7 +27,7 @@ def bench(
         Path | None,
         typer.Option(help="Directory with chat.jsonl, long.jsonl and text/; else VTOKEN_DATA, or Python's library."),
     ] = None,
-    out: Annotated[Path, typer.Option(help="Directory for NAME.json, NAME.md, NAME.svg and NAME.png.")] = OUT,
+    out: Annotated[Path, typer.Option(help="Directory for NAME.json, .md, .svg and .png, and for report.html.")] = OUT,
     repeat: Annotated[int | None, typer.Option(min=2, help="Repeats of each variant that is timed.")] = None,
     again: Annotated[
         bool, typer.Option("--again", help="Measure nothing: tables and figures of the results in --out.")

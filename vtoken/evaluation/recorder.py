@@ -14,6 +14,7 @@ from vtoken.core.history import Frame, Holding, Recording
 class Recorded(Protocol):
     """An engine that can tell what its pool looks like."""
 
+    def step(self) -> object: ...
     def frame(self, number: int, time: float) -> Frame: ...
 
 
@@ -51,7 +52,8 @@ class Recorder:
         self._frames.append(self._engine.frame(self._steps, now))
 
     def finish(self) -> list[Frame]:
-        """All frames, with one of the pool as the load left it; numbered from 1."""
+        """All frames, with one of the pool as the load left it; numbered from 1. To be called when all has ended."""
+        self._engine.step()  # in which the worker hears that the last requests have ended
         frames = [*self._frames, self._engine.frame(0, self._clock())]
         return [replace(frame, number=number) for number, frame in enumerate(frames, 1)]
 
