@@ -80,9 +80,10 @@ class Browser:
         return [one["message"] for one in self.logged("browser") if one["level"] == "SEVERE"]
 
     def requested(self) -> list[str]:
-        """Addresses asked for since the page was opened."""
+        """Addresses asked for since the page was opened, but for the browser's own start page's."""
         events = [json.loads(one["message"])["message"] for one in self.logged("performance")]
-        return [one["params"]["request"]["url"] for one in events if one["method"] == "Network.requestWillBeSent"]
+        asked = [one["params"]["request"]["url"] for one in events if one["method"] == "Network.requestWillBeSent"]
+        return [url for url in asked if not url.startswith("chrome://")]
 
     def move_slider(self, value: float) -> None:
         self.run(
