@@ -80,11 +80,11 @@ def make_folder(path: Path) -> None:
         raise ValueError(f"--out {path} cannot be written ({error.strerror}); give another directory.") from None
 
 
-def check_libraries(needed: Sequence[str]) -> None:
+def check_libraries(needed: Sequence[str], command: str = "vtoken bench") -> None:
     """Raises ValueError, in one sentence, unless they are installed."""
     missing = [library for library in needed if find_spec(library) is None]
     if missing:
-        raise ValueError(f"vtoken bench needs {' and '.join(missing)}; run: pip install 'vtoken[bench]'")
+        raise ValueError(f"{command} needs {' and '.join(missing)}; run: pip install 'vtoken[bench]'")
 
 
 def check_inputs(workload: Path | None, data: Path | None, model: Path | None) -> None:
