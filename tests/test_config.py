@@ -182,6 +182,7 @@ class TestAccepted:
             "verify": False,
             "prefill_evict": "end",
             "prefill_chunk": 512,
+            "history": 600,
             "record_trace": False,
             "allow_unverified": False,
         }
