@@ -68,6 +68,10 @@ def test_two_front_ends_before_two_engines(tiny_gqa: Path) -> None:
         engines = httpx.get(f"{server.address}/v1/vtoken/pool").json()["engines"]
         assert [engine["name"] for engine in engines] == ["engine 0", "engine 1"]
         assert [engine["frames"][-1]["tokens_evicted"] for engine in engines] == by_engine
+        last = engines[1]["frames"][-1]["number"]
+        for since, left in ((f"since=0&since={last}", [True, False]), ("since=999999", [False, True])):
+            engines = httpx.get(f"{server.address}/v1/vtoken/pool?{since}").json()["engines"]
+            assert [len(engine["frames"]) > 0 for engine in engines] == left
 
 
 def test_vllms_own_command_configured_by_hand(tiny_gqa: Path) -> None:

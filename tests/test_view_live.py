@@ -4,6 +4,7 @@ import json
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import zip_longest
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -25,7 +26,8 @@ class PoolServer:
     Attributes:
         key: what a request has to bear, if anything.
         status: of what is answered; 200 with frames.
-        asked: every ``since`` so far, and ``bore`` the headers that came with them.
+        asked: the lowest ``since`` of every question so far, ``asked_each`` those of each engine, and ``bore`` the
+            headers that came with them.
     """
 
     def __init__(self, prefix: str = "", page: str | None = None) -> None:
@@ -33,6 +35,7 @@ class PoolServer:
         self.key: str | None = None
         self.status = 200
         self.asked: list[int] = []
+        self.asked_each: list[list[int]] = []
         self.bore: list[str | None] = []
         self._prefix, self._page = prefix, page or live_page(INTERVAL)
         self._server: ThreadingHTTPServer | None = None
@@ -72,17 +75,18 @@ class PoolServer:
             return 200, "text/html; charset=utf-8", self._page.encode()
         if parts.path != f"{self._prefix}/v1/vtoken/pool":
             return 404, "text/plain", b""
-        since = int(parse_qs(parts.query)["since"][0])
-        self.asked.append(since)
+        since = list(map(int, parse_qs(parts.query)["since"]))
+        self.asked.append(min(since))
+        self.asked_each.append(since)
         self.bore.append(bore)
         if self.key is not None and bore != f"Bearer {self.key}":
             return 401, "application/json", b'{"error": "Unauthorized"}'
         if self.status != 200:
             return self.status, "text/plain", b"no"
         engines = []
-        for one in self.engines:
-            told = one.to_json()
-            told["frames"] = [frame for frame in told["frames"] if frame["number"] > since]
+        for one, number in zip_longest(self.engines, since[: len(self.engines)], fillvalue=0):
+            told = one.to_json()  # type: ignore[union-attr]
+            told["frames"] = [frame for frame in told["frames"] if frame["number"] > number]
             engines.append(told)
         return 200, "application/json", json.dumps({"engines": engines}).encode()
 
@@ -190,7 +194,8 @@ def test_several_engines(server: PoolServer, page: Browser) -> None:
     page.wait(lambda: waiting(page, 1) == "2")
     first.frames.append(now(4))
     page.wait(lambda: waiting(page) == "4")
-    assert 0 not in server.asked[1:]
+    page.wait(lambda: list(map(max, zip(*server.asked_each[1:], strict=True))) == [4, 2])  # each from its own last one
+    assert server.asked_each[:2] == [[0], [3, 1]]
     assert page.run("return document.querySelectorAll('.panel').length") == 2
 
 

@@ -164,10 +164,15 @@ def _load(tokenizer: Any, context: int, options: DemoOptions) -> list[Workload]:
     return explain_requests(tokenizer, options.requests or DEMO_REQUESTS, max_tokens)
 
 
+def attention_shape(text_config: Any) -> tuple[int, int, int, int]:
+    """(layers, query heads, KV heads, numbers per head) of a model."""
+    query_heads = int(text_config.num_attention_heads)
+    heads = int(getattr(text_config, "num_key_value_heads", None) or query_heads)
+    head_dim = int(getattr(text_config, "head_dim", None) or text_config.hidden_size // query_heads)
+    return int(text_config.num_hidden_layers), query_heads, heads, head_dim
+
+
 def _bytes_per_token(text_config: Any, dtype: str) -> int:
     """K and V of all layers and KV heads."""
-    query_heads = text_config.num_attention_heads
-    heads = getattr(text_config, "num_key_value_heads", None) or query_heads
-    head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // query_heads
-    element = 4 if dtype == "float32" else 2
-    return int(2 * text_config.num_hidden_layers * heads * head_dim * element)
+    layers, _, heads, head_dim = attention_shape(text_config)
+    return 2 * layers * heads * head_dim * (4 if dtype == "float32" else 2)

@@ -5,6 +5,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from vtoken.evaluation.plan import attention_shape
+
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 GIB = 1 << 30
 
@@ -71,16 +73,12 @@ def read_model(name: str, dtype: str | None = None, weights_gib: float | None = 
     if dtype not in DTYPE_BYTES:
         raise ValueError(f"dtype {dtype} of model {name} is not known; give --dtype {', '.join(DTYPE_BYTES)}.")
     parameters = _count_parameters(name, config)
-    heads = int(text.num_attention_heads)
     return ModelSize(
         name,
         dtype,
         parameters,
         parameters * DTYPE_BYTES[dtype] if weights_gib is None else int(weights_gib * GIB),
-        int(text.num_hidden_layers),
-        heads,
-        int(getattr(text, "num_key_value_heads", None) or heads),
-        int(getattr(text, "head_dim", None) or text.hidden_size // heads),
+        *attention_shape(text),
         int(text.max_position_embeddings),
     )
 

@@ -23,25 +23,27 @@ class Page {
 
   // -- frames that arrive ---------------------------------------------------------------------------------------
 
-  /** The engines of an answer to "since", as the server has them. Returns the number to ask from next. */
+  /** The engines of an answer to "since", as the server has them. Returns the numbers to ask from next, one for each. */
   take(engines, since) {
     this.problem("");
-    if (engines.length !== this._panels.length || engines.some((engine, n) => this._isAnother(engine, n, since))) {
-      if (since > 0) return 0; // to have all frames of it
+    if (engines.length !== this._panels.length || engines.some((engine, n) => this._isAnother(engine, n, since[n] ?? 0))) {
+      if (since.some((number) => number > 0)) return [0]; // to have all frames of it
       this._clear();
       for (const engine of engines) this._add(engine);
     } else {
       for (const [n, engine] of engines.entries()) this._append(this._panels[n].history, engine.frames);
     }
-    const quiet = !engines.some((engine) => engine.frames.some((frame) => frame.number > since));
     this._extend();
     if (!this._panels.some((panel) => !panel.history.empty)) {
       this.problem("No frame has been taken yet; the first one comes with the first request.");
-      return 0;
+      return [0];
     }
-    const last = Math.min(...this._panels.map(({ history }) => history.newest?.number ?? 0));
-    // Asked for once more where nothing new came: an engine that no longer has it is another one.
-    return quiet ? Math.max(0, last - 1) : last;
+    return engines.map(({ frames }, n) => {
+      const last = this._panels[n].history.newest?.number ?? 0;
+      // Asked for once more where nothing new came: an engine that no longer has it is another one.
+      const quiet = !frames.some((frame) => frame.number > (since[n] ?? 0));
+      return quiet ? Math.max(0, last - 1) : last;
+    });
   }
 
   /** A sentence about why nothing new is shown; "" where all is well. */

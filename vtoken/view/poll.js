@@ -6,14 +6,14 @@ const KEY = "vtoken-api-key";
 
 class Poll {
   /**
-   * @param page has ``take(engines, since)``, which returns the number to ask from next; ``problem(sentence)``, "" for
+   * @param page has ``take(engines, since)``, which returns the numbers to ask from next, one for each engine; ``problem(sentence)``, "" for
    *     none; and ``locked(wrong)``, which asks the user for the key and calls ``unlock``.
    * @param interval seconds from one question to the next.
    */
   constructor(page, interval) {
     this._page = page;
     this._interval = 1000 * interval;
-    this._since = 0;
+    this._since = [0];
     this._key = stored();
     this._offered = this._key !== null;
   }
@@ -41,7 +41,7 @@ class Poll {
     const signal = AbortSignal.timeout(PATIENCE);
     let engines;
     try {
-      const answer = await fetch(`${POOL}?since=${this._since}`, { headers, signal, cache: "no-store" });
+      const answer = await fetch(`${POOL}?${this._since.map((number) => `since=${number}`).join("&")}`, { headers, signal, cache: "no-store" });
       if (answer.status === 401) {
         this._page.locked(this._offered);
         return false;

@@ -29,10 +29,10 @@ from vtoken.core.budget import cadence_of
 from vtoken.core.holdings import pool_use
 from vtoken.core.ledger import LengthLedger
 from vtoken.core.trace import Trace
+from vtoken.launch import NAME
 from vtoken.policies import load_policies, load_policy
 from vtoken.vllm_plugin.kv_cache import EvictableAttentionManager, EvictableAttentionSpec
 from vtoken.vllm_plugin.layers import make_worker
-from vtoken.vllm_plugin.plugin import NAME
 from vtoken.vllm_plugin.protocol import EngineCounts, StepPlan, StepReport
 from vtoken.vllm_plugin.refused import SESSIONS
 from vtoken.vllm_plugin.scheduler import EvictionScheduler, ScheduledStep
@@ -401,8 +401,10 @@ class EvictingWorker:
     def count_vtoken(self) -> dict[str, Any]:
         return self.model_runner.vtoken.monitor.counts().to_json()
 
-    def recall_vtoken(self, since: int) -> dict[str, Any]:
-        return self.model_runner.vtoken.monitor.recording(since).to_json()
+    def recall_vtoken(self, since: list[int]) -> dict[str, Any]:
+        engine = self.model_runner.vllm_config.parallel_config.data_parallel_index
+        known = since[engine] if engine < len(since) else 0
+        return self.model_runner.vtoken.monitor.recording(known).to_json()
 
     def take_vtoken_frame(self, number: int, time: float) -> dict[str, Any]:
         return self.model_runner.vtoken.monitor.frame(number, time).to_json()

@@ -6,12 +6,13 @@ the page without data is as open as vLLM's /docs, and /metrics as open as it is 
 """
 
 from argparse import Namespace
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter, FastAPI, HTTPException, Query, Request, Response
 from fastapi.responses import HTMLResponse
 from prometheus_client import make_asgi_app
 from prometheus_client.registry import Collector
+from pydantic import Field
 from starlette.types import Receive, Scope, Send
 from vllm.v1.metrics.prometheus import get_prometheus_registry
 
@@ -25,6 +26,7 @@ NOT_CONFIGURED = (
     "vtoken is installed here and not configured; start the server with vtoken serve, or --additional-config."
 )
 
+Number = Annotated[int, Field(ge=0)]
 router = APIRouter()
 
 
@@ -58,8 +60,8 @@ async def page(request: Request) -> HTMLResponse:
 
 
 @router.get("/v1/vtoken/pool")
-async def pool(request: Request, since: int = Query(0, ge=0)) -> dict[str, Any]:
-    """What the block pool of each engine has looked like since the frame of this number."""
+async def pool(request: Request, since: Annotated[list[Number], Query()] = []) -> dict[str, Any]:  # noqa: B006
+    """What the block pool of each engine has looked like since its frame of this number, one for each engine."""
     recordings = await watch_of(request).recordings(since)
     return {"engines": [recording.to_json() for recording in recordings]}
 

@@ -10,7 +10,8 @@ from typing import Any
 from vtoken.config import VTokenConfig
 from vtoken.core.history import Frame, Holding
 from vtoken.core.trace import Trace
-from vtoken.vllm_plugin.plugin import NAME, check_vllm_version, parse_config, register
+from vtoken.launch import NAME
+from vtoken.vllm_plugin.plugin import check_vllm_version, parse_config, register
 
 FORCED_TOKENS = "forced_tokens"
 """Key in a request's ``extra_args``; outside ``vtoken.``, since native vLLM takes it as well."""

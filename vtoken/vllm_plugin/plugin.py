@@ -6,7 +6,6 @@ scheduler and worker class by name, so that every process of the engine imports 
 """
 
 import functools
-import logging
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -17,7 +16,6 @@ from vtoken.policies import load_policies
 from vtoken.vllm_plugin.request_settings import RequestSettings
 
 SUPPORTED = "0.32."
-logger = logging.getLogger(f"vllm.{__name__}")  # below vLLM's own, whose handlers write the server's log
 _MARK = "_vtoken_hook"
 
 

@@ -1,6 +1,7 @@
 """The front end's view of the engines: what their workers tell when they are asked between two steps."""
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 from vllm.logger import init_logger
@@ -45,11 +46,15 @@ class Watch:
         await asyncio.wait({self._asking}, timeout=patience)
         return self._known
 
-    async def recordings(self, since: int) -> list[Recording]:
-        """The frames after the one of this number, of each engine. Raises what vLLM raises if an engine is dead."""
-        told = await self._ask("recall_vtoken", since)
-        engines = [Recording(**{**workers[0], "name": f"engine {n}"}) for n, workers in enumerate(told)]
-        return engines if len(engines) > 1 else [Recording(**{**told[0][0], "name": "engine"})]
+    async def recordings(self, since: Sequence[int]) -> list[Recording]:
+        """What engines have recorded. Raises what vLLM raises if one of them is dead.
+
+        Args:
+            since: the number of the last frame known of each engine; all frames of those that are not named.
+        """
+        told = await self._ask("recall_vtoken", list(since))
+        names = [f"engine {n}" for n in range(len(told))] if len(told) > 1 else ["engine"]
+        return [Recording(**{**workers[0], "name": name}) for name, workers in zip(names, told, strict=True)]
 
     async def _ask_counts(self) -> list[Counts]:
         try:
